@@ -1,1 +1,1 @@
-"""How a model is run: the ways, and which of them is right."""
+"""Ways of running a model, and the choice of the right one."""

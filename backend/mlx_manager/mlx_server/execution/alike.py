@@ -1,7 +1,7 @@
-"""Parts that are alike but for their arrays, so that what is put together for one serves for all.
+"""Parts that differ in their arrays alone, so that one graph serves for all of them.
 
-A part is an array, a dataclass, an MLX module, a list or a tuple of parts, or a constant: anything
-else, which is what it is by its value or, where it has none, by being the same.
+A part is an array, a dataclass, an MLX module, a list or a tuple of parts, or a constant. A
+constant is anything else: constants are compared by value or, where they have none, by identity.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ P = TypeVar("P")
 
 
 def arrays_of(part: Any) -> list[mx.array]:
-    """The arrays in `part`, in an order that is the same for all of its kind."""
+    """Return the arrays in `part`, in an order that is the same for all parts of its kind."""
     if isinstance(part, mx.array):
         return [part]
     return [array for _, inner in _inner(part) for array in arrays_of(inner)]
 
 
 def kind_of(part: Any) -> tuple[Any, ...]:
-    """Equal, and hashable, for parts that are alike but for what is in their arrays."""
+    """Return a hashable key that is equal for parts that differ in the content of their arrays
+    alone."""
     if isinstance(part, mx.array):
         return (part.shape, part.dtype)
     inner = tuple((name, kind_of(value)) for name, value in _inner(part))
@@ -33,7 +34,7 @@ def kind_of(part: Any) -> tuple[Any, ...]:
 
 
 def made_of(part: P, arrays: Iterable[mx.array]) -> P:
-    """`part` with `arrays` in place of its own, in the order of `arrays_of`."""
+    """Return a copy of `part` with `arrays` in place of its own, in the order of `arrays_of`."""
     made: P = _made(part, iter(arrays))
     return made
 
@@ -55,7 +56,7 @@ def _made(part: Any, arrays: Iterator[mx.array]) -> Any:
 
 
 def _inner(part: Any) -> Iterable[tuple[Any, Any]]:
-    """What `part` is made of, by name or place; nothing of a constant."""
+    """Return the inner parts of `part` by name or place; none for a constant."""
     if isinstance(part, nn.Module):
         return sorted(part.items())
     if isinstance(part, list | tuple):

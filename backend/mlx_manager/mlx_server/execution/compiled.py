@@ -1,7 +1,7 @@
-"""Steps that are compiled where their kind keeps coming.
+"""Compilation of the kinds of step that keep coming.
 
-To put a step together takes the host as long as all its operations take in Python; a step that has
-been compiled by MLX is repeated from what was put together once, with other arrays.
+Putting a step together takes the host the Python time of all its operations. MLX repeats a compiled
+step from the graph that was put together once, with other arrays.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ log = logging.getLogger(__name__)
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 STEPS_BEFORE_COMPILING = 64
-# Kinds of step that stay compiled; each keeps its launches' sources, some megabytes where they are
-# not abbreviated.
+# Kinds of step that stay compiled. Each keeps the sources of its launches, some megabytes where the
+# sources are not abbreviated.
 MOST_COMPILED = 64
-# What a module makes of caches, or of arrays, that it was not written for shows in many ways.
+# Errors of a module that is given caches or arrays that it was not written for.
 WRONG = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 
 
 class Kinds:
     """The kinds of step of one model.
 
-    A kind that keeps coming is compiled, which holds everybody up once. Of more kinds than are kept
-    that which did not come for longest goes, and counts anew: where rows are of every length there
-    are hundreds.
+    A kind that keeps coming is compiled, which delays all rows once. Where there are more kinds
+    than are kept, the least recently used is removed and counts anew: rows of every length make
+    hundreds of kinds.
 
     Args:
         compile: as `mx.compile`.
 
     Attributes:
-        early: a kind is compiled when it comes for the second time: while a model is compared.
-        compiles: False from the first on that could not be.
+        early: whether a kind is compiled when it comes for the second time: while a model is
+            compared.
+        compiles: False once a step could not be compiled.
     """
 
     def __init__(self, compile: Compile) -> None:
@@ -46,25 +47,25 @@ class Kinds:
 
     @property
     def compiled(self) -> int:
-        """How many are."""
+        """Number of kinds that are compiled now."""
         return len(self._compiled)
 
     def forget(self) -> None:
-        """What comes from now on is as if nothing had come before."""
+        """Drop all compiled steps and all counts."""
         self._compiled.clear()
         self._seen.clear()
 
     def give_up(self) -> None:
-        """Compile no more."""
+        """Drop all compiled steps, and compile none from now on."""
         self.compiles = False
         self.forget()
 
     def run(self, kind: Hashable, plain: Callable[..., Any], *arrays: Any) -> Any:
-        """`plain(*arrays)`, by what has been compiled of it for other arrays of that kind.
+        """Return `plain(*arrays)`, by the step compiled for other arrays of `kind` if there is one.
 
-        `plain` does nothing but give arrays made of those that it is given, and of some that never
-        change; what else it goes by is in `kind`. One that cannot be put together without what its
-        arrays hold is not compiled, nor are others from then on.
+        `plain` only makes arrays, from `arrays` and from others that never change. All else that
+        its result depends on is in `kind`. A step that cannot be put together without the content
+        of its arrays is not compiled, and from then on no other step is.
         """
         run = self._compiled.pop(kind, None)
         if run is not None:
@@ -85,7 +86,7 @@ class Kinds:
         return found
 
     def _comes_again(self, kind: Hashable) -> bool:
-        """Whether it has come often enough."""
+        """Count the kind, and return whether it has come often enough to be compiled."""
         self._seen[kind] += 1
         if self._seen[kind] <= (1 if self.early else STEPS_BEFORE_COMPILING):
             return False

@@ -1,4 +1,4 @@
-"""How a step's tokens go through the model: three ways, the first that is right is taken.
+"""Ways of running a step's tokens through the model: the first of three that is right is taken.
 
 * `RaggedForward`: every token of the step in one pass, all layers on pages. For models whose
   layers all keep plain or sliding-window keys and values and attend through mlx-lm's function.
@@ -8,11 +8,10 @@
   state is in mlx-lm's own batch caches.
 * `AloneForward`: each row by itself over mlx-lm's own caches. For everything else.
 
-The common decoder has ways of its own over the same pages: `fused` on a GPU, `joined` on a
-CPU.
+The common decoder has ways of its own over the same pages: `fused` on a GPU, `joined` on a CPU.
 
-Which one is right is not looked up in a list of families but found out when a model is loaded, by
-`choice.choose`.
+The right way is not looked up in a list of families. `select.choose` finds it when a model is
+loaded.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ from mlx_manager.mlx_server.execution.running import padded_rows
 class Chunk:
     """A piece of one sequence's prompt.
 
-    `final` chunks give logits for the first token, and chunks of which `every` token's are wanted
-    give those.
+    A `final` chunk gives logits for the first token that follows the prompt. A chunk with `every`
+    gives the logits of all its tokens.
     """
 
     key: int
@@ -81,7 +80,7 @@ class Decode:
     """The running rows of a step, each with one query.
 
     keys, tables: the rows' own, in order. lengths: of each row, its newest token included. tokens:
-    uint32, those newest; what follows them means nothing.
+    uint32, the rows' newest; entries after those mean nothing.
     """
 
     keys: list[int]
@@ -94,7 +93,7 @@ class Decode:
         return list(map(Span, self.tables, self.lengths))
 
     def after(self, order: LaunchOrder) -> Decode:
-        """The same rows, in a step that comes after what came before."""
+        """Return the same rows, in a step whose launches come after earlier ones in `order`."""
         return self if order.kept else replace(self, tokens=order.after(self.tokens))
 
 
@@ -103,8 +102,8 @@ class RaggedStep:
     """All tokens of a step one after another, those of running rows first.
 
     tokens: (tokens,) uint32, in the order of the plan's spans, then padding. wanted: (n,) int32,
-    the tokens that logits are wanted for; None for all of them. silent: there are none, and
-    `wanted` is a token that stands for them.
+    the tokens whose logits are wanted; None for all of them. silent: whether no logits are wanted;
+    `wanted` then is one token that stands for none.
     """
 
     tokens: mx.array
@@ -121,7 +120,11 @@ class RaggedStep:
         whole: Callable[[int], int] = int,
         order: LaunchOrder = IN_ORDER,
     ) -> RaggedStep:
-        """whole: what so many tokens are padded to. order: what the step comes after."""
+        """Return the step of these rows and chunks.
+
+        whole: returns the number that so many tokens are padded to. order: the order of launches
+        that the step follows.
+        """
         spans = [*(decode.spans if decode else ()), *(chunk.span for chunk in chunks)]
         parts = [decode.tokens[: len(decode.keys)]] if decode else []
         rows = list(range(len(decode.keys) if decode else 0))
@@ -148,9 +151,9 @@ Prefixes = Literal["pages", "snapshot", "copy"]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a row's layers that are not on pages, as it was after so many tokens.
+    """The state of a row's layers that are not on pages, after some prefix.
 
-    caches: all that the row had, where none are on pages.
+    leaves: the arrays of each such layer. caches: all the row's caches, where none are on pages.
     """
 
     leaves: list[list[mx.array | None]]
@@ -162,28 +165,28 @@ class Snapshot:
 
 
 class Forward(Protocol):
-    """Runs steps of one model.
+    """Protocol of a way of running one model's steps.
 
     Attributes:
         kind: "fused", "ragged", "separate" or "alone".
         stores: the layers' pages; empty when the rows keep mlx-lm's own caches.
-        token_bytes: what a row keeps for each of its tokens besides pages. row_bytes: what it keeps
-            whatever its length, while one step's follows the other's.
-        prefixes: what a prefix consists of: "pages" alone, pages and a "snapshot" of the other
-            layers' state, or a "copy" of all that a row keeps, of which each that goes on from it
-            has its own. worth: tokens that must be saved by a snapshot for it to be worth the step
-            that ends there.
+        token_bytes: bytes that a row keeps for each of its tokens besides pages. row_bytes: bytes
+            that a row keeps whatever its length, while one step's state follows the other's.
+        prefixes: the parts of a prefix: "pages" alone, pages and a "snapshot" of the other layers'
+            state, or a "copy" of all that a row keeps, of which each row that continues the prefix
+            has its own. worth: tokens that a snapshot must save to be worth the step that ends at
+            it.
         looks_ahead: whether a step may be queued before the last one's tokens have been read: not
             where the pages would be copied, since the step under way holds them.
         puts_together_ahead: whether `run` may be called before the last step's tokens have been
-            read, even if what it returns is computed only afterwards.
+            read, even if its result is computed only afterwards.
         horizon: tokens that the rows' pages are wanted to reach ahead, so that the tables need not
             be sent to the device at every step.
-        grain: what the tokens of a step with prompts in it had best be a multiple of.
+        grain: a step with prompts in it had best have a multiple of so many tokens.
         attends_whole: whether modules attend by themselves, all queries of a chunk at once.
-        abreast: running rows that are enough for a step: twice as many take little longer in two.
-            0 where a step takes about as long however many there are, or where the others' state
-            would have to be put aside.
+        abreast: running rows that are enough for a step: twice as many take little longer in two. 0
+            where a step takes about as long however many rows there are, or where the other rows'
+            state would have to be put aside.
     """
 
     kind: ClassVar[str]
@@ -200,73 +203,75 @@ class Forward(Protocol):
     attends_whole: bool
 
     def serve(self) -> None:
-        """The load is over: the thread that calls `run` computes what it returns, too."""
+        """End the load: from now on the thread that calls `run` computes its result, too."""
         ...
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        """Indices that put decoding rows in the order `run` wants them."""
+        """Return the indices that put decoding rows in the order that `run` wants."""
         ...
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
-        """Logits (rows + what chunks give, vocabulary), rows first; not evaluated.
+        """Return logits (rows + those of chunks, vocabulary), rows first; not evaluated.
 
-        Without chunks, rows that mean nothing may follow; where there are none to give, a row of
-        whatever comes last. The step has been done when these and `state` have been evaluated.
+        Without chunks, rows that mean nothing may follow. Where no logits are wanted, the result is
+        one row that means nothing. The step has been done when the result and `state` have been
+        evaluated.
         """
         ...
 
     @property
     def unfinished(self) -> bool:
-        """Whether `run` has left something to `finish`: a pass that a GPU's memory should not hold
-        all of at once. The device is busy with its beginning."""
+        """Whether `run` has left a part of its pass to `finish`, since a GPU's memory should not
+        hold all of the pass at once. The device is busy with the first part."""
         ...
 
     def finish(self) -> None:
-        """Queue what is left of the last `run`, waiting for the device in between."""
+        """Queue the rest of the last `run`, waiting for the device in between."""
         ...
 
     def abandon(self) -> None:
-        """A step has failed: drop what is left of it, which keeps pages that there are no more."""
+        """Drop the rest of a failed step, which refers to pages that are gone."""
         ...
 
     def forget(self, key: int) -> None:
-        """The sequence has ended or is paused; drop what is kept for it besides pages."""
+        """Drop the state of a sequence besides its pages: it has ended or is paused."""
         ...
 
     def state(self) -> list[mx.array]:
-        """Arrays that outlive a step and must be evaluated with it."""
+        """Return the arrays that outlive a step and must be evaluated with it."""
         ...
 
     def tokens_at_once(self, tokens: int) -> int:
-        """Of how many tokens all layers' results are in a GPU's memory together, while steps of so
-        many follow each other."""
+        """Return the number of tokens whose results of all layers a GPU's memory holds together,
+        while steps of so many tokens follow each other."""
         ...
 
     def unpacked_bytes(self, tokens: int) -> int:
-        """What it takes that steps of so many tokens unpack for themselves: weights, which they
-        make dense, and latents, which they make keys and values of heads."""
+        """Return the bytes that steps of so many tokens take for what they unpack: weights, made
+        dense, and latents, made keys and values of heads."""
         ...
 
     def keep_packed(self) -> None:
-        """Unpack nothing from now on: there is no memory for that."""
+        """Unpack nothing from now on: there is no memory for it."""
         ...
 
     def snapshot(self, key: int) -> Snapshot | None:
-        """The state of a sequence whose prompt is being processed, if it has any of its own: after
-        the last step, which has been queued whole."""
+        """Return a snapshot of a sequence whose prompt is being processed, or None if it has no
+        state of its own. The snapshot is of the state after the last step, which has been queued
+        whole."""
         ...
 
     def restore(self, key: int, snapshot: Snapshot) -> None:
-        """Begin a sequence with the state of another that had the same prefix."""
+        """Begin a sequence with the state of another one that had the same prefix."""
         ...
 
 
 class NotApplicable(Exception):
-    """This way of running cannot serve this model; the message says why."""
+    """Error: this way of running cannot serve this model; the message says why."""
 
 
 class Plain:
-    """What forwards have in common that nothing else is said of."""
+    """Defaults of the `Forward` protocol."""
 
     looks_ahead: bool = False
     puts_together_ahead: bool = False
@@ -317,7 +322,7 @@ ABREAST_ON_CPU = 48
 
 
 class OnPages(Plain):
-    """What forwards have in common whose rows' state is on pages, all of it."""
+    """Common part of forwards whose rows' state is on pages, all of it."""
 
     prefixes: Prefixes = "pages"
     puts_together_ahead: bool = True
@@ -330,10 +335,10 @@ class OnPages(Plain):
 
 
 class RaggedForward(OnPages):
-    """All tokens of a step in one pass, (tokens, 1).
+    """Forward that runs all tokens of a step in one pass, (tokens, 1).
 
-    kernels: what writes to the pages and reads them for running rows, on a GPU. compile: of steps
-    of these alone.
+    kernels: those that write to the pages and read them for running rows, on a GPU. compile:
+    compiles steps of running rows alone.
     """
 
     kind: ClassVar[str] = "ragged"
@@ -376,7 +381,8 @@ class RaggedForward(OnPages):
             silu_by_powers(model)
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        # Kernels divide the work by themselves; without them, rows of like length are gathered.
+        # Kernels divide the work by themselves. Without kernels, rows of similar length are
+        # gathered.
         if self.looks_ahead:
             return list(range(len(lengths)))
         return shortest_first(lengths)
@@ -408,21 +414,22 @@ class RaggedForward(OnPages):
 
 
 def shortest_first(lengths: Sequence[int]) -> list[int]:
-    """`Forward.order` for rows of which those of like length are gathered."""
+    """Return `Forward.order` for rows that are gathered with others of similar length."""
     return sorted(range(len(lengths)), key=lengths.__getitem__)
 
 
 def order_after(before: Sequence[int], keys: Sequence[int]) -> list[int]:
-    """`Forward.order` for rows that stay where they were in the last step; the others follow."""
+    """Return `Forward.order` for rows that stay where they were in the last step; new rows
+    follow."""
     place = {key: i for i, key in enumerate(before)}
     return sorted(range(len(keys)), key=lambda i: place.get(keys[i], len(place)))
 
 
 class SeparateForward(Plain):
-    """Running rows as one batch (rows, 1); each chunk as (1, tokens).
+    """Forward that runs the running rows as one batch, (rows, 1), and each chunk as (1, tokens).
 
-    kernels: what writes to the pages on a GPU, and reads them where the module attends over pages.
-    compile: of the rows' pass.
+    kernels: those that write to the pages on a GPU, and read them where the module attends over
+    pages. compile: compiles the rows' pass.
     """
 
     kind: ClassVar[str] = "separate"
@@ -440,7 +447,7 @@ class SeparateForward(Plain):
         self._pass = Pass()
         leaves = _filled(model, 2)
         self._shapes = list(map(_shape, leaves))
-        # A step's state is there beside the last one's, and so is a batch beside the new row's.
+        # A step's state exists beside the last one's, and a grown batch beside the new row's state.
         self.row_bytes = 2 * sum(_nbytes(leaf) for leaf in leaves if isinstance(leaf, ArraysCache))
         self._reading = reading
         self.looks_ahead = kernels is not None
@@ -465,7 +472,7 @@ class SeparateForward(Plain):
         route(model)
         self.rows: ModuleSteps | None = None
         if kernels is not None and serves(self.layers):
-            # Of a batch, and empty but for the time of its pass.
+            # Caches of a batch, which are empty except during its pass.
             caches = self._fresh()
             call = partial(self._selection.logits, model, caches)
             how = (self._pass, page_size, compile, int)
@@ -489,22 +496,23 @@ class SeparateForward(Plain):
             self.rows.pause()
         for number, chunk in enumerate(chunks):
             if (decode or number) and not self.looks_ahead:
-                # Each pass writes to the same pages: evaluated in between, it does so in place.
+                # Each pass writes to the same pages. When the passes before have been evaluated, it
+                # writes in place.
                 mx.eval(logits, self.state())
             own = self._own.get(chunk.key)
             if own is None:
                 own = self._own[chunk.key] = self._fresh()
             tokens = order.after(mx.array([chunk.tokens], mx.int32))
             if self.looks_ahead:
-                # A GPU would go through several at a time, whose launches count in one place what
-                # has arrived. It is 0.
+                # A GPU would run several passes at a time, whose launches count arrivals in one
+                # place. The added number is 0: it makes this pass depend on the one before.
                 tokens = tokens + (out.reshape(-1)[:1] < -mx.inf).astype(mx.int32)
             out = self._pass_of_chunk(chunk, tokens, own)
             if chunk.final or chunk.every:
                 logits.append(out)
-        # The last pass comes after the others.
+        # The last pass comes after all others.
         order.then(out)
-        # Where nobody draws, it is waited for.
+        # Where no logits are wanted, the result is evaluated all the same, to wait for the pass.
         return mx.concatenate(logits) if logits else out
 
     def forget(self, key: int) -> None:
@@ -528,8 +536,8 @@ class SeparateForward(Plain):
         own = self._own.get(key)
         if own is None:
             return None
-        # Layers replace their arrays and never write into them: to keep them is to copy them. But
-        # for slices, as convolutions leave them: these would keep all of the chunk's inputs.
+        # Layers replace their arrays and never write into them, so keeping the arrays suffices.
+        # Slices, as convolutions leave them, are copied: they would keep all of the chunk's inputs.
         leaves = [[None if a is None else mx.contiguous(a) for a in c.cache] for c in _unpaged(own)]
         mx.async_eval(leaves)  # type: ignore[no-untyped-call]
         return Snapshot(leaves)
@@ -540,7 +548,7 @@ class SeparateForward(Plain):
             leaf.cache = list(arrays)
 
     def _fresh(self) -> list[Any]:
-        """A row's own caches, its pages' layers being those that all rows share."""
+        """Return a row's own caches, with the pages that all rows share."""
         return [
             _combine(shared, fresh)
             for shared, fresh in zip(self._shared, make_prompt_cache(self._model), strict=True)
@@ -575,7 +583,7 @@ class SeparateForward(Plain):
 
 
 class AloneForward(Plain):
-    """Each row by itself, over mlx-lm's own caches."""
+    """Forward that runs each row by itself, over mlx-lm's own caches."""
 
     kind: ClassVar[str] = "alone"
     prefixes: Prefixes = "copy"
@@ -585,7 +593,8 @@ class AloneForward(Plain):
         self._model = model
         self._own: dict[int, list[Any]] = {}
         self.stores = []
-        # Caches grow by so many tokens at a time. Windows, which end that, are not counted on.
+        # Caches grow by `KVCache.step` tokens at a time. Windows, whose caches stop growing, are
+        # not taken into account.
         few, more = (sum(map(_nbytes, _filled(model, n * KVCache.step))) for n in (1, 2))
         self.token_bytes = -(-(more - few) // KVCache.step)
         self.row_bytes = few
@@ -616,7 +625,7 @@ class AloneForward(Plain):
         own = self._own.get(key)
         if own is None:
             return None
-        # Arrays that they write into are theirs, and share the content until they do.
+        # Copies of arrays share their content until one of them is written into.
         kept = deepcopy(own)
         return Snapshot([[*kept_in(kept)]], kept)
 
@@ -637,16 +646,16 @@ class AloneForward(Plain):
 
 
 def probe(model: nn.Module) -> list[LayerShape | None]:
-    """The shape of each key-value cache of `model`, in order, found by two tokens.
+    """Return the shape of each key-value cache of `model`, in order, found by two tokens.
 
-    None for caches of any other kind; a `CacheList` counts as its members.
+    The shape is None for caches of any other kind. A `CacheList` counts as its members.
     """
     return list(map(_shape, _filled(model, 2)))
 
 
 def _filled(model: nn.Module, tokens: int) -> list[Any]:
-    """The caches that a pass over so many tokens would leave: what they hold is known before it is
-    computed."""
+    """Return the caches after a pass over so many tokens, not evaluated: shapes and sizes are known
+    before anything is computed."""
     caches = make_prompt_cache(model)
     model(mx.ones((1, tokens), mx.int32), cache=caches)
     return [leaf for entry in caches for leaf in _leaves(entry)]
@@ -657,27 +666,28 @@ def _nbytes(leaf: Any) -> int:
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """How many logits a token has; tells it by the widest product."""
+    """Return the size of the vocabulary, which is that of the widest product."""
     return max(_widths(model))
 
 
 def _widths(model: nn.Module) -> list[int]:
-    """Of each product, how many numbers it makes of a token."""
-    # The modules are asked: what lies in blocks is no parameter of that name.
+    """Return the number of outputs of each product of the model."""
+    # Modules are asked, not the parameters: weights stored in blocks are no parameter of the name.
     weights = [getattr(module, "weight", None) for _, module in model.named_modules()]
     return [w.shape[-2] for w in weights if isinstance(w, mx.array) and w.ndim > 1]
 
 
 def working_bytes(model: nn.Module, forward: Forward | None, tokens: int, rows: int) -> int:
-    """An estimate of what a step of so many tokens holds at its worst moment, with logits of
-    `rows` of them. forward: how the model is run; None: whatever will turn out, but no more than
-    that takes.
+    """Return an estimate of the bytes that a step of so many tokens holds at its peak.
 
-    On a CPU a layer's results are gone before the next one's: the widest product's, as float32 and
-    with what it is made from and into, for each token; the logits and their copies for each row;
-    and the scores of the blocks of attention under way (MLX queues some operations ahead). On a
-    GPU, what is queued is there until it has run: about twice what the products make, in half
-    precision (measured: 166 kB a token and layer of an 8B).
+    rows: the number of tokens whose logits the step makes. forward: the way the model is run; None
+    where that is not known yet: then the estimate is at most that of any way.
+
+    On a CPU a layer's results are gone before the next one's. The estimate counts, for each token,
+    the widest product's result as float32 with its inputs and the results made of it; for each row,
+    the logits and their copies; and the scores of the blocks of attention under way (MLX queues
+    some operations ahead). On a GPU, a queued operation's results are held until it has run: about
+    twice the products' results, in half precision (measured: 166 kB a token and layer of an 8B).
     """
     outputs = _widths(model)
     vocabulary = max(outputs)
@@ -707,11 +717,12 @@ def _scores_bytes(forward: Forward, device: Device) -> int:
 HEADS = ("n_heads", "num_heads", "num_attention_heads")
 """Names of the attribute in mlx-lm's attention modules that holds the number of query heads."""
 MANY_HEADS = 128
-"""As many as any model has: those of DeepSeek V3."""
+"""The largest number of query heads of any model: that of DeepSeek V3."""
 
 
 def query_heads(model: nn.Module) -> int:
-    """Return the number of query heads of the model's attention, as its modules say."""
+    """Return the number of query heads of the model's attention, as its modules say; `MANY_HEADS`
+    if none does."""
     said = [vars(module).get(name) for module in model.modules() for name in HEADS]
     return max((heads for heads in said if isinstance(heads, int)), default=MANY_HEADS)
 
@@ -739,7 +750,7 @@ def _paged(
     current: Pass,
     reading: Reading,
 ) -> list[Any]:
-    """`caches` with pages in place of keys and values."""
+    """Return `caches` with pages in place of keys and values."""
     remaining = iter(shapes)
 
     def replace(entry: Any) -> Any:
@@ -774,7 +785,7 @@ def _is_paged(entry: Any) -> bool:
 
 
 def _combine(shared: Any, fresh: Any) -> Any:
-    """`fresh` with the pages of `shared` in place of keys and values."""
+    """Return `fresh` with the pages of `shared` in place of keys and values."""
     if isinstance(shared, CacheList):
         return CacheList(*map(_combine, shared.caches, fresh.caches))
     return shared if isinstance(shared, PagedLayer) else fresh
@@ -803,7 +814,7 @@ def _filter(batch: Any, keep: list[int]) -> Any:
 
 
 def kept_in(caches: Sequence[Any]) -> list[mx.array]:
-    """The arrays that the caches which are not pages hold, layer by layer."""
+    """Return the arrays of the caches that are not pages, layer by layer."""
     found: list[mx.array] = []
     for leaf in (leaf for entry in caches for leaf in _leaves(entry)):
         if isinstance(leaf, ArraysCache):
@@ -813,7 +824,7 @@ def kept_in(caches: Sequence[Any]) -> list[mx.array]:
         elif hasattr(leaf, "keys"):
             found += [leaf.keys, leaf.values]
         else:
-            # One that an architecture brings itself (DeepSeek V4.1).
+            # A cache that the architecture brings itself (DeepSeek V4.1).
             found += [array for _, array in tree_flatten(leaf.state) if array is not None]
     return found
 
@@ -828,12 +839,12 @@ def _as_it_is(hidden: mx.array) -> mx.array:
 
 
 class HiddenSelection:
-    """Lets the output projection see only the tokens whose logits are wanted.
+    """Selection of the tokens whose logits are wanted, before the output projection.
 
     mlx-lm's models are a body that gives hidden states and a head that gives logits, with no seam
-    between them, and a vocabulary of 128 000 costs more than a layer. This gives the body's class
-    a subclass that selects what the head gets to see. Models without a recognisable body compute
-    all logits, and the selection is made afterwards.
+    between them, and a vocabulary of 128 000 costs more than a layer. `HiddenSelection` gives the
+    body's class a subclass that selects the hidden states for the head. Models without a
+    recognisable body compute all logits, and the selection is made afterwards.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -851,7 +862,8 @@ class HiddenSelection:
         tokens: mx.array,
         select: Callable[[mx.array], mx.array] = _as_it_is,
     ) -> mx.array:
-        """Of `model`, (rows, vocabulary), where `select` picks of (batch, tokens, …)."""
+        """Return logits of `model`, (rows, vocabulary), of the tokens that `select` picks out of
+        (batch, tokens, …)."""
         self._select = select
         logits: mx.array = model(tokens, cache=caches)
         if not self._inside:
@@ -876,7 +888,8 @@ class HiddenSelection:
 
 
 def _body(model: nn.Module) -> nn.Module | None:
-    """The module under the head: what every family calls `model`, `transformer` or `backbone`."""
+    """Return the module under the head: every family calls it `model`, `transformer` or `backbone`.
+    None if there is no module of such a name."""
     while "language_model" in model.children():
         model = model["language_model"]
     for name in ("model", "transformer", "backbone"):

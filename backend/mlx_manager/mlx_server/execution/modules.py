@@ -1,9 +1,9 @@
-"""Steps of running rows alone through a module of mlx-lm's, on a GPU.
+"""Decode steps through a module of mlx-lm's, on a GPU.
 
 Such a module puts 20 to 30 operations a layer together in Python, which takes longer than a GPU
-takes to compute them. So a step is a function of arrays alone, that can be compiled: of tokens,
-lengths and page tables, of the pages, which are written in place, and of the state that recurrent
-layers keep.
+takes to compute them. So a step is a function of arrays alone, which can be compiled. Its arrays
+are the tokens, lengths and page tables, the pages, which are written in place, and the state that
+recurrent layers keep.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ if TYPE_CHECKING:
     from mlx_manager.mlx_server.execution.forward import Decode
 
 Cut = tuple[ReadBy, bool, BlockKind]
-"""Of a kind of attention what is no array of its splits: `divided` and `blocks`."""
+"""Static part of one kind of attention's `Splits`: `divided` and `blocks`."""
 Pages = tuple[mx.array, mx.array, mx.array]
-"""Of a layer, and what has been written to them."""
+"""Keys and values of one layer, and the array that says what has been written to them."""
 Kept = list["mx.array | None"]
-"""What a recurrent layer keeps of a batch."""
+"""State of one recurrent layer for a batch, as `_kept_by` lists it."""
 
 
 def serves(layers: Sequence[PagedLayer]) -> bool:
-    """Whether kernels read the pages of all `layers`; where there are none, whether a GPU computes
-    the others: MLX would compile for a CPU by the machine's own compiler, for seconds, if it has
-    one."""
+    """Return whether decode steps over `layers` can be compiled: whether kernels read the pages of
+    all layers.
+
+    Without `layers`, return whether the device is a GPU: for a CPU, MLX would compile by the
+    machine's own compiler, if it has one, for seconds.
+    """
     if not layers:
         return mx.default_device() == mx.gpu
     by_kernels = (Reading.PAGES, Reading.HANDED_ON)
@@ -50,14 +53,16 @@ def serves(layers: Sequence[PagedLayer]) -> bool:
 
 
 class ModuleSteps:
-    """Args:
+    """Decode steps of a module, compiled where their kind keeps coming.
+
+    Args:
         call: gives the logits, (rows, vocabulary), of a pass over tokens, (rows, 1).
-        layers: the caches of that pass that are pages. states: those that are not. They are empty
-            but for the time of a pass.
+        layers: the caches of that pass that are pages. states: those that are not; they are empty
+            except during a pass.
         current: the pass that `layers` see.
         page_size: tokens a page.
         compile: as `mx.compile`.
-        size: what so many rows are padded to.
+        size: returns the number that so many rows are padded to.
 
     Attributes:
         kinds: the kinds of step that there have been.
@@ -82,9 +87,10 @@ class ModuleSteps:
         self.kinds = Kinds(compile)
 
     def run(self, decode: Decode, kept: Sequence[ArraysCache] = ()) -> mx.array:
-        """Logits of the rows, and then of padding, not evaluated.
+        """Return the logits of the rows, and then of padding, not evaluated.
 
-        kept: of the rows, in place of the states that have been given; they go on.
+        kept: the rows' caches that are not pages. Their arrays take the place of `states` for the
+        pass, and are replaced by those after it.
         """
         batch = self._running.next(decode.keys, decode.tables, decode.lengths)
         cuts = [(by, cut.divided, cut.blocks) for by, cut in batch.splits.items()]
@@ -107,11 +113,11 @@ class ModuleSteps:
         return found
 
     def pause(self) -> None:
-        """The next step does not follow the last one, or not alone."""
+        """Forget the last step's rows: the next step does not follow it, or has prompts in it."""
         self._running.batch = None
 
     def state(self) -> list[mx.array]:
-        """What outlives a step besides pages and states."""
+        """Return the arrays that outlive a step besides pages and states."""
         last = self._running.batch
         return [] if last is None else [last.before]
 
@@ -125,7 +131,8 @@ class ModuleSteps:
         pages: Sequence[Pages],
         kept: Sequence[Kept],
     ) -> tuple[mx.array, mx.array, list[Pages], list[Kept]]:
-        """Logits, what is `before` the next step, and the pages and states after this one."""
+        """Return the logits, the lengths `before` the next step, and the pages and states after
+        this one."""
         splits = {
             by: Splits(items, divided, blocks)
             for (by, divided, blocks), items in zip(cuts, work, strict=True)
@@ -142,7 +149,8 @@ class ModuleSteps:
             written = [store.arrays for store in self._stores]
             return logits, plan.decoding.lengths, written, list(map(_kept_by, self._states))
         finally:
-            # Where it is compiled, nothing may stay of what has been put together.
+            # While a step is being compiled its arrays are placeholders: none may stay in the
+            # caches.
             self._pass.plan = None
             for store, arrays in zip(self._stores, own, strict=True):
                 store.arrays = arrays
@@ -151,7 +159,7 @@ class ModuleSteps:
 
 
 def _cut(current: Pass, lengths: NDArray[Any]) -> dict[ReadBy, Splits]:
-    """The work of all that has attended in any pass."""
+    """Return the splits of all attention that has run in any pass."""
     return {
         (shape, window): kernels.plan(lengths, window=window)
         for (shape, window), kernels in current.readers.items()

@@ -1,4 +1,4 @@
-"""A pass in pieces, so that a GPU's memory need not hold all that it works on at once."""
+"""A pass in pieces, so that a GPU's memory need not hold all its arrays at once."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import mlx.core as mx
 
 
 class Pieces:
-    """Queues what a pass is made from, one after another, and only so many at once.
+    """Queue of a pass's pieces, of which only so many are under way at once.
 
-    What is queued keeps all that it works on until it has run, and a moment longer. A pass is
-    finished with all but one of those still under way, so that the device has something to do while
-    the host puts the next one's first together.
+    A queued piece keeps all the arrays that it works on until it has run, and a moment longer.
+    `finish` returns with all but one of the allowed pieces still under way, so that the device is
+    busy while the host puts the next pass's first piece together.
 
     Args:
-        most: pieces that may be there at once, of the last pass and this one together, 3 or more;
-            None: all.
+        most: pieces that may be under way at once, of the last pass and this one together, 3 or
+            more; None: all.
         before: the last pass, if it may be under way.
     """
 
@@ -28,13 +28,15 @@ class Pieces:
 
     @property
     def unfinished(self) -> bool:
-        """Whether some of it has not been queued."""
+        """Whether some pieces have not been queued."""
         return bool(self._left)
 
     def add(self, piece: mx.array) -> None:
-        """The next piece. The first are queued at once, as the last pass makes room for them: the
-        device begins while the host is still at the others. The end of that one is not waited for:
-        there is somebody to be told of it first.
+        """Add the next piece.
+
+        The first pieces are queued at once, as the last pass makes room for them: the device begins
+        while the host is still putting the others together. The last piece of the last pass is not
+        waited for, since its result is to be delivered first.
         """
         if self._most is None:
             mx.async_eval(piece)  # type: ignore[no-untyped-call]
@@ -47,11 +49,12 @@ class Pieces:
             self._queue(piece)
 
     def finish(self) -> None:
-        """Queue those that are left, each as soon as it may be, when the last pass has run."""
+        """Queue the pieces that are left, each as soon as there is room, after the last pass has
+        run."""
         self._before.clear()
         while self._left:
             while self._under_way >= (self._most or 0) - 1:
-                # Another one has just run.
+                # Wait for the oldest piece: that makes room for one more.
                 mx.eval(self._queued.popleft())
             self._queue(self._left.popleft())
 

@@ -1,7 +1,7 @@
-"""The running rows of steps that have no prompts in them, as they are on a GPU.
+"""The rows of decode steps, as they are on a GPU.
 
-What changes little from step to step stays on the device: the page tables are sent again when some
-row has new pages, and lengths advance there.
+Arrays that change little from step to step stay on the device. The page tables are sent again when
+some row has new pages, and lengths advance on the device.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mlx_manager.mlx_server.engine.kv.pages import PageTable
 HORIZON = 16
 # Rows that a step is padded to, and multiples of the last: few sizes, since each is compiled.
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-# Pages that tables are padded to, for the same reason.
+# Pages that tables are padded to: few sizes, too, since each is compiled.
 WIDTHS = tuple(64 * 8**i for i in range(8))
 
 
 def padded_rows(rows: int) -> int:
-    """What so many rows are padded to."""
+    """Return the number that so many rows are padded to."""
     return next((size for size in ROWS if size >= rows), -(-rows // ROWS[-1]) * ROWS[-1])
 
 
@@ -36,11 +36,11 @@ class Batch:
     """The rows of the last step, as they are on the device.
 
     Attributes:
-        keys: of the rows, in order. lengths: of theirs in the last step.
-        pages: how many the rows had in all when `table` was made.
-        table: (padded rows, n). before: (padded rows,) their lengths before the next step, 0 for
-            padding. splits: of each kind of attention; `age` steps old. slots: (padded rows,), if
-            there are recurrent layers that have some.
+        keys: the rows' keys, in order. lengths: tokens of each row in the last step.
+        pages: the number of pages that the rows had in all when `table` was made.
+        table: (padded rows, n), the rows' pages. before: (padded rows,), tokens of each row before
+            the next step, 0 for padding. splits: those of each kind of attention, made `age` steps
+            ago. slots: one array, (padded rows,), each row's slot, if recurrent layers have slots.
     """
 
     keys: list[int]
@@ -53,7 +53,8 @@ class Batch:
     age: int = 0
 
     def padded(self, tokens: mx.array) -> mx.array:
-        """The rows' `tokens`, whatever follows them, and some for padding."""
+        """Return the rows' `tokens`, padded to the batch's size. The tokens of padding mean
+        nothing."""
         size: int = self.before.size
         if tokens.size == size:
             return tokens
@@ -62,12 +63,12 @@ class Batch:
 
 
 class Running:
-    """What is on the device of the last step's rows.
+    """The batch of running rows that stays on the device from step to step.
 
     Args:
         plan: cuts a step's attention; see `Splits`.
-        size: what so many rows are padded to.
-        slots: of the rows of these keys, where recurrent layers have some.
+        size: returns the number that so many rows are padded to.
+        slots: returns the slots of the rows of these keys, where recurrent layers have some.
 
     Attributes:
         batch: None if the last step had prompts in it.
@@ -85,7 +86,8 @@ class Running:
         self.batch: Batch | None = None
 
     def next(self, keys: list[int], tables: Sequence[PageTable], lengths: list[int]) -> Batch:
-        """The rows of the next step. What is `before` the one after is to be put there."""
+        """Return the rows of the next step. Its caller sets `before` of the result for the step
+        after."""
         last = self.batch
         if last is None or last.keys != keys or lengths != [length + 1 for length in last.lengths]:
             self.batch = self.begin(keys, tables, lengths)
@@ -100,7 +102,7 @@ class Running:
         return last
 
     def begin(self, keys: list[int], tables: Sequence[PageTable], lengths: list[int]) -> Batch:
-        """As if no step had come before."""
+        """Return a batch of these rows as if no step had come before."""
         padded = self._padded(lengths)
         slots = self._slots(keys)
         with together():
@@ -115,7 +117,7 @@ class Running:
             )
 
     def _table(self, tables: Sequence[PageTable]) -> mx.array:
-        """All the pages that the rows have, also those that they will grow into."""
+        """Return all the pages that the rows have, also those that they will grow into."""
         longest = max(map(len, tables))
         width = next(width for width in WIDTHS if width >= longest)
         table = np.zeros((self._size(len(tables)), width), np.int32)

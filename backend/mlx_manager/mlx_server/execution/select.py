@@ -1,4 +1,4 @@
-"""Which way of running a model is right on this machine: found out by comparing logits."""
+"""Choice of the way of running a model that is right on this machine, by comparing logits."""
 
 from __future__ import annotations
 
@@ -61,13 +61,14 @@ log = logging.getLogger(__name__)
 
 
 class Choice(Protocol):
-    """Finds out how a model is run, in pages of so many tokens. doing: told what is begun."""
+    """Function that chooses the way of running a model, in pages of so many tokens. doing: told
+    what is begun."""
 
     def __call__(self, model: nn.Module, page_size: int, *, doing: Doing = unheard) -> Forward: ...
 
 
-# Of running rows, to compare by. Where steps are compiled, the first of two rows is not, the second
-# is, the third repeats that, and the last, of one row, is not.
+# Steps of running rows that are compared. Where steps are compiled, the first of two rows is not,
+# the second is, the third repeats the second, and the last, of one row, is not.
 STEPS = 4
 
 
@@ -75,7 +76,8 @@ STEPS = 4
 class Reference:
     """Two sequences, each with the length of its prompt, and the model's own logits for them.
 
-    noise: how far the model is from itself, once that has been asked.
+    noise: the distance of the model's logits from its own when it reads a token at a time; None
+    until measured.
     """
 
     model: nn.Module
@@ -101,7 +103,8 @@ class Reference:
         return cls(model, page_size, texts, logits)
 
     def disagreement(self, forward: Forward) -> str | None:
-        """How `forward` differs, if it does."""
+        """Return a message that says how `forward` differs from the model, or None if it does
+        not."""
         distances = self._distances(run_both(forward, self.texts, self.page_size))
         first = self.logits[0][0]
         # Half precision rounds differently in products of different shapes.
@@ -116,7 +119,8 @@ class Reference:
         return wrong and f"its logits differ from the model's own {wrong}"
 
     def _from_itself(self) -> float:
-        """How far the model is from its logits when it reads a token at a time."""
+        """Return the distance of the model's logits from its own when it reads a token at a
+        time."""
         again = []
         for text, n in self.texts:
             again.append(_alone(self.model, text, 1)[n - 1 :])
@@ -139,13 +143,13 @@ def choose(  # noqa: PLR0917
     *,
     doing: Doing = unheard,
 ) -> Forward:
-    """The first way of running `model` whose logits are those of its own forward pass.
+    """Return the first way of running `model` whose logits are those of its own forward pass.
 
-    kernels, deltas, writers, latents, shorts: what builds a GPU's kernels; there are none on a CPU.
-    compile: of steps, where there are kernels. doing: told what is begun.
+    kernels, deltas, writers, latents, shorts: builders of a GPU's kernels; a CPU has none. compile:
+    compiles steps, where there are kernels. doing: told what is begun.
 
     Raises:
-        ModelNotSupported: that pass itself fails on this machine, or gives no numbers.
+        ModelNotSupported: the model's own pass fails on this machine, or gives no numbers.
     """
     doing("it is run as it is, to compare with")
     compute_chunks(model)
@@ -163,7 +167,8 @@ def choose(  # noqa: PLR0917
     )
     forward = _first_right(model, built, build, reference, compile, doing)
     if forward.looks_ahead or mx.default_device() == mx.gpu:
-        # What draws is compiled and checked here, and not in the step of whoever draws first.
+        # Sampling kernels are compiled and checked here, not in the step of the first row that
+        # draws.
         doing("kernels that draw tokens are checked")
         for drawn in every_way(mx.stack(reference.logits[0][:2])):
             mx.eval(drawn)
@@ -223,16 +228,18 @@ def _first_right(  # noqa: PLR0917
 
 
 def _compared(make: Callable[[], Forward], reference: Reference) -> Forward:
-    """
+    """Return the forward that `make` builds, compared with the reference.
+
     Raises:
-        NotApplicable: its logits are others.
+        NotApplicable: the forward's logits differ from the model's, or a layer's cache is not read
+            by attention over pages.
     """
     forward = make()
     rows = forward.rows if isinstance(forward, RaggedForward | SeparateForward) else None
     disagreement = _disagreement(forward, rows, reference)
     layers = forward.layers if isinstance(forward, RaggedForward | SeparateForward) else ()
     if disagreement is None and any(layer.unread for layer in layers):
-        # As of an indexer, whose choice matters only far into a text.
+        # An example is an indexer, whose choice matters only far into a text.
         disagreement = "what a layer keeps is not read by attention over pages"
     if disagreement is None:
         return forward
@@ -242,8 +249,11 @@ def _compared(make: Callable[[], Forward], reference: Reference) -> Forward:
 
 
 def _disagreement(forward: Forward, rows: ModuleSteps | None, reference: Reference) -> str | None:
-    """How `forward` differs, if it does. Its steps of rows alone are compared as they are compiled,
-    too, and are not compiled where that is what is wrong."""
+    """Return a message that says how `forward` differs from the model, or None if it does not.
+
+    Steps of rows alone (`rows`) are compared compiled, too. If compiling makes the difference,
+    these steps are not compiled from now on.
+    """
     if rows is None:
         return reference.disagreement(forward)
     kinds = rows.kinds
@@ -255,7 +265,7 @@ def _disagreement(forward: Forward, rows: ModuleSteps | None, reference: Referen
             raise
         wrong = str(error)
     kinds.early, compiled = False, kinds.compiled
-    # Other rows come from now on.
+    # Serving brings other rows: none of the compared kinds needs to be kept.
     kinds.forget()
     if wrong is None or not compiled:
         return wrong
@@ -278,10 +288,10 @@ def _fused(
     reference: Reference,
     doing: Doing,
 ) -> Forward:
-    """The fused decoder over a GPU's kernels.
+    """Return the fused decoder over a GPU's kernels.
 
     Raises:
-        NotApplicable: there is none, or it is not right.
+        NotApplicable: there is no fused decoder for the model, or its logits are wrong.
     """
     size = reference.page_size
     decoder = build()
@@ -303,8 +313,8 @@ def _fused(
 
 
 def _texts(page_size: int) -> list[tuple[list[int], int]]:
-    """Two sequences to compare by, each with the length of its prompt: one long enough for kernels
-    of chunks and of many rows, and one not."""
+    """Return two sequences to compare by, each with the length of its prompt: one is long enough
+    for kernels of chunks and of many rows, and one is not."""
     prompts = (page_size + FEW[-1] + 5, page_size // 2 + 3)
     return [
         ([3 + (7 * i + 13 * j) % 50 for j in range(n + STEPS)], n) for i, n in enumerate(prompts)
@@ -314,13 +324,14 @@ def _texts(page_size: int) -> list[tuple[list[int], int]]:
 def run_both(
     forward: Forward, both: list[tuple[list[int], int]], page_size: int
 ) -> list[list[mx.array]]:
-    """The logits of two sequences through `forward`, with joins, mixed chunks and a leave."""
+    """Return the logits of two sequences through `forward`, with joins, mixed chunks and a
+    leave."""
     texts = [text for text, _ in both]
     lengths = [prompt for _, prompt in both]
     pages = [-(-len(text) // page_size) for text in texts]
     for store in forward.stores:
         store.resize(sum(pages))
-    # Interleaved, so that no table is a plain slice; the second one runs backwards.
+    # The pages are handed out backwards, so that no table is a plain slice.
     order = list(range(sum(pages)))[::-1]
     tables = [PageTable(order[: pages[0]]), PageTable(order[pages[0] :])]
     a, b = lengths
@@ -333,7 +344,8 @@ def run_both(
         Chunk(0, Span(tables[0], a, a - half), texts[0][half:a], True),
         Chunk(1, Span(tables[1], b, b), texts[1][:b], True),
     ]
-    # What makes a pass of each chunk anyway waits for the one before the next, and others wait too.
+    # A forward that makes a pass of each chunk anyway gets one chunk a run, evaluated before the
+    # next; the others get both chunks at once.
     runs = [[chunk] for chunk in last] if forward.kind == "separate" else [last]
     for chunks in runs:
         logits = forward.run(None, chunks)
@@ -367,5 +379,6 @@ def _alone(model: nn.Module, text: list[int], prompt: int) -> list[mx.array]:
 
 
 def _has_no_number(logits: mx.array) -> bool:
-    """Whether one of them is NaN. Not asked on a GPU: that would compile a kernel for it."""
+    """Return whether some logit is NaN. The host looks: on a GPU, MLX would compile a kernel for
+    it."""
     return bool(np.isnan(np.array(logits.astype(mx.float32))).any())

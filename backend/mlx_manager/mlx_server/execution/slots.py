@@ -1,4 +1,4 @@
-"""Which slot of the recurrent layers' states is whose."""
+"""Assignment of slots in the recurrent layers' states to sequences."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from mlx_manager.mlx_server.devices.states import StateStore
 
-# How many there are: at most twice as many as sequences, and few sizes, since compiled steps are
-# put together anew for each. The last is also by how many they grow then.
+# Numbers of slots: at most twice as many as sequences, and few sizes, since compiled steps are put
+# together anew for each. Beyond the last size, slots grow by that number at a time.
 SIZES = (2, 4, 8, 16, 32)
 
 
 class Slots:
-    """Slots of sequences, by their keys. There are as many as there have been sequences at once."""
+    """Slots of sequences, by the sequences' keys. There are as many slots as the most sequences at
+    once, rounded up to one of `SIZES`."""
 
     def __init__(self, stores: Sequence[StateStore]) -> None:
         self._stores = stores
@@ -20,8 +21,11 @@ class Slots:
         self._free: list[int] = []
 
     def of(self, keys: Iterable[int]) -> list[int]:
-        """Who has none gets one, with anything in it. The states must not be in use by what has not
-        been queued yet."""
+        """Return the slots of the sequences with these keys.
+
+        A sequence without a slot gets one, whose content is arbitrary. Call while no operation on
+        the states is still to be queued: the states may be resized.
+        """
         found = []
         for key in keys:
             if key not in self._of:
@@ -38,11 +42,12 @@ class Slots:
         if (slot := self._of.pop(key, None)) is not None:
             self._free.append(slot)
         if not self._of and len(self._free) > SIZES[-1]:
-            # A crowd has gone.
+            # No sequence is left where there are more slots than the largest of `SIZES`: give the
+            # memory back.
             self.clear()
 
     def clear(self) -> None:
-        """Give the memory up, if nobody has a slot."""
+        """Give the memory of the states back, unless some sequence has a slot."""
         if not self._of:
             self._free = []
             for store in self._stores:
@@ -53,5 +58,5 @@ class Slots:
         size = next((size for size in SIZES if size > have), have + SIZES[-1])
         for store in self._stores:
             store.resize(size)
-        # The lowest first.
+        # Slots are taken from the end: the lowest first.
         self._free = list(range(size - 1, have - 1, -1))

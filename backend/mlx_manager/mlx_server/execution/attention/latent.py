@@ -1,8 +1,8 @@
 """Latent attention (DeepSeek V3, GLM 4.7 Flash, Kimi) where running rows are one batch.
 
 Each head takes its part of a query, or of a result, through a matrix of its own: mlx-lm's
-`MultiLinear`, for (rows, heads, 1, dim). As a product of each row with all matrices, these are read
-once for each row; as one of each matrix with all rows, once.
+`MultiLinear`, for (rows, heads, 1, dim). A product of each row with all matrices reads the matrices
+once for each row; a product of each matrix with all rows reads them once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 
 def multiply_by_head(model: nn.Module) -> None:
-    """Let `model`'s layers of that kind be computed so."""
+    """Make `model`'s layers of heads' matrices multiply each matrix with all rows."""
     for module in model.modules():
         if type(module) in _BY_HEAD:
             module.__class__ = _BY_HEAD[type(module)]

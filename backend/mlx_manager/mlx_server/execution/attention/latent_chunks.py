@@ -1,4 +1,5 @@
-"""How the queries of a step with prompts in it meet latents: as these are, or expanded."""
+"""Latent attention of steps with prompts: over latents as they are, or expanded to keys and
+values."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from mlx_manager.mlx_server.execution.attention.paged import Chunked, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Absorbed:
-    """Spans whose queries meet latents as these are: their pages, and the plan of their queries."""
+    """Spans whose queries attend to latents as they are: their page table, and their queries'
+    plan."""
 
     table: mx.array
     plan: ChunkPlan
@@ -27,8 +29,12 @@ class Absorbed:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The step's first spans are `absorbed`, with so many `tokens`, and the others, with the
-    padding, `expanded`; None for none of them."""
+    """Two parts of a step's spans: the first spans, and the others with the padding.
+
+    tokens: the number of the first spans' tokens. absorbed: the first spans, which attend to
+    latents as they are. expanded: the others, whose latents are expanded. A part without spans is
+    None.
+    """
 
     tokens: int
     absorbed: Absorbed | None
@@ -36,7 +42,7 @@ class Meeting:
 
 
 def meeting_of(plan: StepPlan, kernels: LatentKernels) -> Meeting:
-    """Once a step for all layers."""
+    """Return the step's two parts, found once a step for all layers."""
     return plan.once(kernels.shape, lambda: _meeting(plan, kernels))
 
 

@@ -1,4 +1,4 @@
-"""Attention over pages: what a step reads, the portable implementation, and the way in.
+"""Attention over pages: a step's plan, the portable implementation, and the way into modules.
 
 mlx-lm's modules call `cache.update_and_fetch(keys, values)` and then their module's
 `scaled_dot_product_attention(..., cache=cache, ...)`. `PagedLayer` is that cache: it writes the
@@ -6,9 +6,9 @@ step's keys and values into pages, and `route` makes the module's attention func
 to attend whenever the cache is one of ours. Modules that compute attention by themselves get the
 pages gathered into the padded arrays they expect (`Reading.GATHERED`).
 
-A step is ragged: every new token is a row of its own, (tokens, 1), whether it is the next token
-of a running row or one of many of a prompt's chunk, so projections run as one product and nothing
-is padded. `StepPlan` says which tokens belong together.
+A step is ragged: every new token is a row of its own, (tokens, 1), whether it is the next token of
+a running row or one of many of a prompt's chunk, so projections run as one product and nothing is
+padded. `StepPlan` says which tokens belong together.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ F = TypeVar("F")
 # A row at least this long, whose pages are neighbours, is read in place; shorter ones are
 # gathered together, since one larger product beats many small ones.
 SLICE_TOKENS = 192
-# More queries than this in a block only compute more that is masked away.
+# Larger blocks of queries only compute more scores that are masked away.
 BLOCK = 128
 # Spans of so few queries are attended a query at a time: tiles of them would leave most of a GPU
 # without work (16 queries after 8 000 tokens take 348 us as a tile on an H200).
 FEW_QUERIES = 16
-# Rows of a gathered group differ in pages by at most this factor: what padding can cost.
+# Rows of a gathered group differ in pages by at most this factor: the limit of padding's cost.
 GROUP_SPREAD = 1.5
 
 
@@ -80,15 +80,18 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Stands for a mask: each token sees only the last `size` tokens, itself included."""
+    """Sliding-window mask: each token sees only the last `size` tokens, itself included."""
 
     size: int
 
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """The pages of several rows, (rows, n), and what is to be added to scores of all that is in
-    them, (rows, 1, n, 1, page_size): 0, or -inf for what is not seen."""
+    """The pages of several rows, and their mask.
+
+    table: (rows, n), the pages of each row. hidden: (rows, 1, n, 1, page_size), added to the scores
+    of the pages' tokens: 0, or -inf for tokens that are not seen.
+    """
 
     table: Numbers
     hidden: mx.array
@@ -96,12 +99,12 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Spans attended in one call: rows `start` to `start + rows * queries` of the step.
+    """Spans attended in one call: tokens `start` to `start + rows * queries` of the step.
 
     source: slot range of a single span, or the page table (rows, n) to gather.
-    keys: how many of the keys gathered are read.
+    keys: the number of gathered keys that are read.
     mask: None, "causal", or bool, broadcastable to (rows, heads, queries, keys).
-    pages: of rows that would be gathered, what is read where it is.
+    pages: the pages of gathered rows, for attention that reads them in place.
     """
 
     start: int
@@ -123,9 +126,9 @@ class Decoding:
     """The spans of few queries that a step begins with, for the kernels: each query by itself.
 
     Attributes:
-        spans: how many there are. queries: of all of them.
+        spans: the number of spans. queries: the number of all their queries.
         table: (spans, pages) int32, padded to the longest.
-        lengths: (queries,) int32, tokens that each sees.
+        lengths: (queries,) int32, tokens that each query sees.
     """
 
     def __init__(self, spans: Sequence[Span], page_size: int) -> None:
@@ -148,10 +151,10 @@ class Decoding:
 class Chunked:
     """Spans for kernels that take queries in tiles: those that come after `Decoding`, or all.
 
-    padding: queries behind them that see nothing.
+    padding: the number of queries behind the spans that see nothing.
 
     Attributes:
-        table: (spans, pages) int32, padded to the longest. runs: of the spans' queries.
+        table: (spans, pages) int32, padded to the longest. runs: those of the spans' queries.
     """
 
     def __init__(self, spans: Sequence[Span], page_size: int, padding: int = 0) -> None:
@@ -166,7 +169,7 @@ class Chunked:
         self._plans: dict[tuple[AttentionShape, int | None], ChunkPlan] = {}
 
     def plan(self, kernels: ChunkKernels, window: int | None) -> ChunkPlan:
-        """Once a step for all layers."""
+        """Return the queries' plan, made once a step for all layers."""
         kind = (kernels.shape, window)
         if kind not in self._plans:
             self._plans[kind] = kernels.plan(self.runs, window)
@@ -174,13 +177,15 @@ class Chunked:
 
 
 def padded_table(spans: Sequence[Span], page_size: int) -> NDArray[np.int32]:
-    """(spans, n) the pages that each span reads, padded to the longest."""
+    """Return the pages that each span reads, (spans, n), padded to the longest."""
     return _padded([span.table.pages[: -(-span.length // page_size)] for span in spans])
 
 
 def _padded(used: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-    """(rows, n) the pages of each row, then its last one again: of another's, what is no number
-    would do harm even where it is not seen."""
+    """Return the pages of each row, (rows, n), padded by the row's own last page.
+
+    Another row's page may hold NaN, which would do harm even where it is masked.
+    """
     table = np.zeros((len(used), max(map(len, used), default=0)), np.int32)
     for row, pages in enumerate(used):
         table[row, : len(pages)] = pages
@@ -189,19 +194,20 @@ def _padded(used: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
 
 
 class StepPlan:
-    """Everything the layers of one forward pass need to know.
+    """Plan of one forward pass: everything its layers need to know.
 
     Args:
         spans: in the order of the step's tokens. Decoding spans (one query) are best ordered by
             length, so that those of similar length are neighbours.
         page_size: tokens a page.
-        padding: tokens after those of the spans, for kernels alone: of no sequence, and not stored.
+        padding: tokens after those of the spans, for kernels alone: they belong to no sequence, and
+            are not stored.
 
     Attributes:
         positions: (tokens,) int32, each token's place in its sequence; 0 for padding.
         numbers: (tokens,) of the slots that the tokens' keys and values are written to; -1 for
             padding.
-        slots: the same; a slice where they are neighbours.
+        slots: `numbers`, or a slice where the slots are neighbours.
     """
 
     def __init__(self, spans: Sequence[Span], page_size: int, padding: int = 0) -> None:
@@ -224,7 +230,8 @@ class StepPlan:
 
     @property
     def first_position(self) -> int:
-        """Where a lone span begins; what modules that want one offset for a chunk are given."""
+        """Position of the first span's first token: the single offset that modules take for a
+        chunk."""
         return self.spans[0].length - self.spans[0].queries
 
     @property
@@ -244,16 +251,17 @@ class StepPlan:
         return Chunked(rest, self.page_size) if rest else None
 
     def once(self, kind: Hashable, by: Callable[[], F]) -> F:
-        """What `by` finds of that kind, once a step for all layers."""
+        """Return the result of `by`, which is called once a step for each `kind`."""
         if kind not in self._found:
             self._found[kind] = by()
         found: F = self._found[kind]
         return found
 
     def groups(self, window: int | None, *, decoding: bool = True) -> list[Group]:
-        """How to read the pages, for layers that see `window` tokens back (None: all).
+        """Return the groups of spans to attend, for layers that see `window` tokens back (None:
+        all).
 
-        Without `decoding`, only of the spans that are not in there.
+        Without `decoding`, the groups leave out the spans that `self.decoding` holds.
         """
         kind = (window, decoding)
         if kind not in self._groups:
@@ -275,7 +283,7 @@ class StepPlan:
         return groups
 
     def _alike(self, i: int) -> list[Span]:
-        """The decoding spans from `i` on that may be padded to one another."""
+        """Return the decoding spans from `i` on that may be padded to one another."""
         first = self.spans[i]
         if first.length >= SLICE_TOKENS and first.table.neighbours:
             return [first]
@@ -336,7 +344,8 @@ class StepPlan:
         return Numbers(padded_table(self.spans, self.page_size))
 
     def dense_mask(self, window: int | None) -> mx.array:
-        """Bool (rows, 1, queries, keys) over the gathered table: what each token may see."""
+        """Return a bool mask (rows, 1, queries, keys) over the gathered table: True where a token
+        sees a key."""
         keys = self.table.array.shape[1] * self.page_size
         queries = self.spans[0].queries
         ends = mx.array([s.length for s in self.spans], mx.int32)[:, None, None, None]
@@ -349,20 +358,23 @@ class StepPlan:
 
 
 def newest_slots(lengths: mx.array, table: mx.array, page_size: int) -> mx.array:
-    """The slots of the newest tokens, -1 for rows of none. lengths: (rows,) int32, tokens of each
-    row. table: (rows, n), their pages."""
+    """Return the slots of the newest tokens, (rows,); -1 for rows without tokens.
+
+    lengths: (rows,) int32, tokens of each row. table: (rows, n), the rows' pages.
+    """
     newest = mx.maximum(lengths - 1, 0)
     pages = mx.take_along_axis(table, (newest // page_size)[:, None], axis=1)[:, 0]
     return mx.where(lengths > 0, pages * page_size + newest % page_size, -1)
 
 
 ReadBy = tuple[AttentionShape, int | None]
-"""What attends, and how many tokens back it sees."""
+"""Key of one kind of attention: its shape, and the number of tokens that it sees back (None:
+all)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingRows:
-    """As `Decoding`, of rows that are on the device, each of one query."""
+    """Counterpart of `Decoding` for rows that are on the device, each of one query."""
 
     table: mx.array
     lengths: mx.array
@@ -378,10 +390,12 @@ class DecodingRows:
 
 @dataclass(frozen=True, slots=True)
 class RowsPlan:
-    """`StepPlan` of rows alone whose lengths are on the device, and nowhere else: what is put
-    together by it is right for all that follow. Kernels alone can go by it.
+    """Plan of a decode step whose rows' lengths are on the device alone, for kernels alone.
 
-    positions: (rows,) int32, those of the newest tokens. numbers: of their slots; -1 for padding.
+    A graph that is put together by this plan is right for all steps of the same kind that follow.
+
+    positions: (rows,) int32, those of the newest tokens. numbers: those tokens' slots; -1 for
+    padding.
     """
 
     positions: mx.array
@@ -392,26 +406,29 @@ class RowsPlan:
     def of(
         before: mx.array, table: mx.array, cuts: Mapping[ReadBy, Splits], page_size: int
     ) -> RowsPlan:
-        """before: (rows,) int32, the rows' lengths without their newest tokens, 0 for padding.
-        table: (rows, n), their pages. cuts: of each kind of attention."""
+        """Return the plan of a decode step of these rows.
+
+        before: (rows,) int32, the rows' lengths without their newest tokens, 0 for padding. table:
+        (rows, n), the rows' pages. cuts: the splits of each kind of attention.
+        """
         lengths = mx.where(before > 0, before + 1, 0)
         numbers = Sent(newest_slots(lengths, table, page_size))
         return RowsPlan(before, numbers, DecodingRows(table, lengths, cuts))
 
     @property
     def chunked(self) -> None:
-        """There are none."""
+        """None: such a step has no chunks."""
         return None
 
 
 class Reading(Enum):
-    """How a module gets at its keys and values.
+    """Ways in which a module gets its keys and values.
 
-    PAGES: it attends through mlx-lm's function, which reads pages. HANDED_ON: the same, and in
-    place of keys and values it is given the layer, which it hands on to layers without a cache of
-    their own (Gemma 4). GATHERED: it is given padded arrays and a mask (rows, 1, queries, keys).
-    GROUPED: the same, with a mask for scores that have an axis of query groups (rows, 1, 1,
-    queries, keys), as Gemma 2's have.
+    PAGES: the module attends through mlx-lm's function, which reads pages. HANDED_ON: the same, and
+    in place of keys and values the module is given the layer, which it hands on to layers without a
+    cache of their own (Gemma 4). GATHERED: the module is given padded arrays and a mask (rows, 1,
+    queries, keys). GROUPED: the same, with a mask for scores that have an axis of query groups
+    (rows, 1, 1, queries, keys), as Gemma 2's have.
     """
 
     PAGES = "pages"
@@ -424,8 +441,8 @@ class Reading(Enum):
 class Pass:
     """The forward pass under way, seen by all layers.
 
-    `chunk` says that it is one sequence's chunk, (1, tokens), instead of ragged, (tokens, 1).
-    readers: what has attended in any pass, with kernels.
+    chunk: whether the pass is one sequence's chunk, (1, tokens), instead of ragged, (tokens, 1).
+    readers: the kernels of each kind of attention that has run in any pass.
     """
 
     plan: StepPlan | RowsPlan | None = None
@@ -437,8 +454,9 @@ class PagedLayer:
     """One layer's cache with mlx-lm's interface, over pages.
 
     Attributes:
-        unread: whether it has been written to, and never attended to: who reads it otherwise has
-            been given nothing but the step's own keys and values.
+        unread: whether keys and values have been written to it, and no attention has ever read it.
+            A module that reads its cache in another way has been given the step's own keys and
+            values alone.
     """
 
     def __init__(self, store: LayerStore, reading: Reading, current: Pass) -> None:
@@ -455,7 +473,7 @@ class PagedLayer:
 
     @property
     def _spans(self) -> StepPlan:
-        """The plan of a pass whose spans the host knows."""
+        """Plan of the pass, whose spans the host knows."""
         return of_spans(self.plan)
 
     @property
@@ -468,8 +486,11 @@ class PagedLayer:
 
     @property
     def keys(self) -> mx.array:
-        """Of all pages. Set by modules that keep the graphs of caches short which nothing reads
-        (DeepSeek V3.2's indexer): pages are computed at every step anyway."""
+        """Keys of all pages.
+
+        The setter ignores its value. Modules set `keys` to shorten the graphs of caches that
+        nothing reads (DeepSeek V3.2's indexer); pages are evaluated at every step anyway.
+        """
         return self.store.keys
 
     @keys.setter
@@ -478,7 +499,7 @@ class PagedLayer:
 
     @property
     def values(self) -> mx.array:
-        """Of all pages; set as `keys` are."""
+        """Values of all pages. The setter ignores its value, as that of `keys` does."""
         return self.store.values
 
     @values.setter
@@ -498,7 +519,8 @@ class PagedLayer:
                 return self._spans.dense_mask(window)[:, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysAndValues:
-        """Write (rows, kv_heads, queries, dim); return what the module should attend to."""
+        """Write (rows, kv_heads, queries, dim); return the keys and values for the module's
+        attention."""
         slots = self.plan.numbers if self.store.writes_in_place else self._spans.slots
         if self.chunk:
             self.store.write(keys[0], values[0], slots)
@@ -510,7 +532,7 @@ class PagedLayer:
         return self.keys_and_values()
 
     def keys_and_values(self) -> KeysAndValues:
-        """What later layers attend to that share this one's keys and values (Gemma 3n)."""
+        """Return the keys and values for later layers that share this one's (Gemma 3n)."""
         match self.reading:
             case Reading.PAGES:
                 return self.store.keys, self.store.values
@@ -522,7 +544,7 @@ class PagedLayer:
     def attend(
         self, queries: mx.array, scale: float, mask: Window | None, sinks: mx.array | None
     ) -> mx.array:
-        """Attention of the step's queries over their own sequences' pages.
+        """Return the attention of the step's queries over their own sequences' pages.
 
         Args:
             queries: (tokens, heads, 1, dim), or (1, heads, tokens, dim) for a chunk.
@@ -548,13 +570,14 @@ class PagedLayer:
 
 
 def of_spans(plan: StepPlan | RowsPlan) -> StepPlan:
-    """`plan`, which is one whose spans the host knows."""
+    """Return `plan`, which must be one whose spans the host knows."""
     assert isinstance(plan, StepPlan)
     return plan
 
 
 def prepare(q_heads: int, store: LayerStore, plan: StepPlan, window: int | None) -> None:
-    """Send what `attend` takes of `plan` with kernels, for queries of so many heads."""
+    """Send the arrays that `attend` takes of `plan` with kernels, for queries of `q_heads`
+    heads."""
     if store.kernels is None:
         return
     shape = store.attention(q_heads)
@@ -574,7 +597,9 @@ def attend(  # noqa: PLR0917
     sinks: mx.array | None = None,
     softcap: float | None = None,
 ) -> mx.array:
-    """Attention of a step's queries, (tokens, heads, 1, dim), over their own sequences' pages.
+    """Return the attention of a step's queries, (tokens, heads, 1, dim), over their own sequences'
+    pages.
+
     sinks, softcap: as `PagedKernels.attend` takes them.
 
     Returns:
@@ -589,7 +614,8 @@ def attend(  # noqa: PLR0917
         parts = []
         known = of_spans(plan)
         for group in known.groups(window):
-            # A load's checks have no steps of rows and chunks.
+            # A chunk beside rows attends in the lane. A load's checks, whose graphs must not use
+            # the lane, have no steps of rows and chunks.
             stream = lane() if group.queries > 1 and known.spans[0].queries == 1 else nullcontext()
             with stream:
                 parts.append(_attend_group(queries, group, store, scale, sinks, softcap))
@@ -699,7 +725,7 @@ def _attend_capped(  # noqa: PLR0917
     softcap: float,
     mask: mx.array | str | None,
 ) -> mx.array:
-    """MLX's attention with scores that are capped, which it does not know of itself."""
+    """Return attention with capped scores, which MLX's own function does not support."""
     rows, heads, count, dim = queries.shape
     kv_heads, seen = keys.shape[1:3]
     own = (queries * scale).reshape(rows, kv_heads, heads // kv_heads, count, dim)
@@ -722,7 +748,7 @@ def _attend_chunk(  # noqa: PLR0917
     sinks: mx.array | None,
     softcap: float | None = None,
 ) -> mx.array:
-    """Attention of one span's queries, (1, heads, queries, dim)."""
+    """Return the attention of one span's queries, (1, heads, queries, dim)."""
     keys, values = group.read(store)
     queries = store.after_write(queries)
     count, seen = queries.shape[2], keys.shape[2]
@@ -773,9 +799,9 @@ KeysAndValues = tuple[mx.array, mx.array] | tuple[PagedLayer, PagedLayer]
 def route(model: nn.Module) -> None:
     """Make the attention function of `model`'s modules honour `PagedLayer`.
 
-    This is the one place where mlx-lm is patched: each module of `mlx_lm.models` that this model
-    is built from and that imported `scaled_dot_product_attention` from `base` gets it wrapped.
-    Caches of any other type are served by the original, so other models are not affected.
+    This is the one place where mlx-lm is patched: each module of `mlx_lm.models` that this model is
+    built from and that imported `scaled_dot_product_attention` from `base` gets the function
+    wrapped. Caches of any other type are served by the original, so other models are not affected.
     """
     for namespace in namespaces_of(model):
         original = namespace.get("scaled_dot_product_attention")
@@ -784,7 +810,8 @@ def route(model: nn.Module) -> None:
 
 
 class _Routed:
-    """mlx-lm's attention function, unless the cache is ours and reads pages."""
+    """Wrapper of mlx-lm's attention function: a cache of ours that reads pages attends by
+    itself."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -810,7 +837,7 @@ class _Routed:
 
 
 def _places(spans: Sequence[Span]) -> NDArray[np.int32]:
-    """(tokens,) each token's position in its sequence."""
+    """Return each token's position in its sequence, (tokens,)."""
     if all(span.queries == 1 for span in spans):
         return np.array([span.length - 1 for span in spans], np.int32)
     return np.concatenate(
@@ -819,7 +846,7 @@ def _places(spans: Sequence[Span]) -> NDArray[np.int32]:
 
 
 def _slots(spans: Sequence[Span], places: NDArray[np.int32], page_size: int) -> NDArray[np.int32]:
-    """(tokens,) the slot of each of `places`."""
+    """Return the slot of each of `places`, (tokens,)."""
     index = places // page_size
     if len(places) == len(spans):
         pages = np.array([s.table.pages[i] for s, i in zip(spans, index, strict=True)], np.int32)
@@ -833,7 +860,10 @@ def _slots(spans: Sequence[Span], places: NDArray[np.int32], page_size: int) -> 
 
 
 def _mask(span: Span, base: int, window: int | None) -> mx.array | str | None:
-    """What a single span's queries may see of its keys from position `base` on."""
+    """Return the mask of a single span's queries over its keys from position `base` on.
+
+    The mask is None for a query that sees all of them, "causal", or bool (queries, keys).
+    """
     if window is None or span.length - base <= window:
         return None if span.queries == 1 else "causal"
     here = np.arange(span.length - span.queries, span.length)[:, None]

@@ -1,12 +1,12 @@
-"""Rotary embedding on a CPU, with what all layers share computed once a step.
+"""Rotary embedding on a CPU, with the part that all layers share computed once a step.
 
-MLX has no CPU kernel for it: each call works out frequencies, sines and cosines anew, some twenty
+MLX has no CPU kernel for it: each call computes frequencies, sines and cosines anew, some twenty
 operations, twice a layer. A rotation is linear, and for pairs (i, j) of elements it is
 
     y = x * cos + (x @ turn) * sin        where `turn` takes x_j to -y_i and x_i to y_j
 
-so with `cos` and `sin` at hand, which depend on the positions alone, it is four. Both are read off
-the model's own rotation, whatever scaling of frequencies or amplitudes it does.
+so with `cos` and `sin` at hand, which depend on the positions alone, it is four operations. Both
+are read off the model's own rotation, whatever scaling of frequencies or amplitudes it does.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class SharedRotation:
     """One kind of rotation of a model, for vectors of `dim` elements.
 
     Raises:
-        ValueError: `rope` does not rotate pairs.
+        ValueError: `rope` mixes more elements than pairs.
     """
 
     def __init__(self, rope: nn.Module, dim: int) -> None:
         self._rope = rope
-        # What each unit vector becomes at a position where every pair has visibly turned.
+        # The image of each unit vector, at a position where every pair has visibly turned.
         turned = np.array(rope(mx.eye(dim)[None, :, None, :], offset=7))[0, :, 0, :]
         off_diagonal = turned * (1 - np.eye(dim))
         if (np.count_nonzero(off_diagonal, axis=1) > 1).any():
@@ -62,7 +62,7 @@ class SharedRotation:
 
 
 class StepRope(nn.Module):  # type: ignore[misc] # mlx is not typed
-    """Stands in a module for its `rope`; takes the short way where a step is ragged."""
+    """Replacement of a module's `rope`, which uses the shared tables in ragged steps."""
 
     def __init__(self, rope: nn.Module, shared: SharedRotation, dim: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class StepRope(nn.Module):  # type: ignore[misc] # mlx is not typed
 
 
 def share_rotations(model: nn.Module, dim: int) -> None:
-    """Let all layers of `model` with the same rotation share it. `dim` is that of their keys."""
+    """Make all layers of `model` with the same rotation share it. `dim` is that of their keys."""
     kinds: dict[tuple[Any, ...], SharedRotation] = {}
     for module in model.modules():
         rope = module.get("rope")
@@ -96,7 +96,7 @@ def share_rotations(model: nn.Module, dim: int) -> None:
 
 
 def _kind(rope: nn.Module) -> tuple[Any, ...]:
-    """Equal for rotations that turn alike."""
+    """Return a key that is equal for rotations that turn alike."""
     numbers = {
         name: np.array(value).tobytes() if isinstance(value, mx.array) else value
         for name, value in {**vars(rope), **rope}.items()
