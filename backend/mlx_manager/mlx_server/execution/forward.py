@@ -221,8 +221,8 @@ class Forward(Protocol):
 
     @property
     def unfinished(self) -> bool:
-        """Whether `run` has left a part of its pass to `finish`, since a GPU's memory should not
-        hold all of the pass at once. The device is busy with the first part."""
+        """Return whether `run` has left a part of its pass to `finish`, since a GPU's memory should
+        not hold all of the pass at once. The device is busy with the first part."""
         ...
 
     def finish(self) -> None:

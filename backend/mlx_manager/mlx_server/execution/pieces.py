@@ -28,7 +28,7 @@ class Pieces:
 
     @property
     def unfinished(self) -> bool:
-        """Whether some pieces have not been queued."""
+        """Return whether some pieces have not been queued."""
         return bool(self._left)
 
     def add(self, piece: mx.array) -> None:

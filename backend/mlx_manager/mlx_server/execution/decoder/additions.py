@@ -1,5 +1,4 @@
-"""How a residual and what a product gives become a sum: at the end of a layer's attention, and of
-its MLP."""
+"""Additions of a product to the residual: at the end of a layer's attention, and of its MLP."""
 
 from __future__ import annotations
 
@@ -23,12 +22,13 @@ from mlx_manager.mlx_server.execution.decoder.projections import (
 )
 
 NormFor = Callable[[nn.RMSNorm], nn.RMSNorm]
-"""What stands for a layer's norm."""
+"""Function that returns the norm to use in a layer's norm's place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addition(ABC):
-    """A product, and how it is added. Its methods take rows, and their residual, (rows, width)."""
+    """Product and the way in which it is added to the residual. Methods take rows and the residual,
+    (rows, width)."""
 
     product: Projection
 
@@ -36,16 +36,18 @@ class Addition(ABC):
     def launches(
         self, residual: mx.array, x: mx.array, following: Norm | None
     ) -> tuple[list[mx.array], Sum]:
-        """What it launches, but for the sum; and that. following: what the next product expects of
-        it."""
+        """Return the intermediate launches and the sum, which is not among them.
+
+        following: the next product's norm, if a part of it is to be done on the way.
+        """
 
     @property
     def sees_rows(self) -> bool:
-        """Whether whole rows are in one place, where a norm of theirs costs no launch."""
+        """Return whether one block has whole rows, so that a norm of the rows costs no launch."""
         return False
 
     def link(self) -> Link | None:
-        """The product as a part of a chain, if it may be one."""
+        """Return the product as a part of a chain, or None if it cannot be one."""
         return None
 
     @property
@@ -55,7 +57,7 @@ class Addition(ABC):
 
     @property
     def token_numbers(self) -> int:
-        """Numbers that are made of a token on the way, without the sum."""
+        """Count of the numbers that are made of a token on the way, without the sum."""
         return 0
 
     @property
@@ -69,7 +71,7 @@ class Addition(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Added(Addition):
-    """By the product itself, on its way."""
+    """Addition by the product itself."""
 
     def launches(
         self, residual: mx.array, x: mx.array, following: Norm | None
@@ -82,8 +84,11 @@ class Added(Addition):
 
 @dataclass(frozen=True, slots=True)
 class NormedAndAdded(Addition):
-    """Behind a norm, which takes whole rows of the product. `kernels` do both, if anything does.
-    scale: (1,), what the sum is multiplied by, if it is."""
+    """Addition behind a norm, which takes whole rows of the product.
+
+    kernels: those that do the norm and the addition in one launch, if there are any. scale: (1,),
+    the factor of the sum, if there is one.
+    """
 
     norm: nn.RMSNorm
     kernels: SumKernels | None
@@ -115,9 +120,10 @@ def addition_of(
     norm_for: NormFor,
     scale: mx.array | None = None,
 ) -> Addition:
-    """Of a layer whose weights become views, as in `join`, and the norm behind it, if there is one.
+    """Return the addition of the product with `layer`, through `norm` if there is one.
 
-    few: what multiplies few rows, if anything does. scale: of the sum, where there is a norm.
+    The layer's weights become views, as in `join`. few: kernels that multiply few rows, if the
+    device has any. scale: the factor of the sum, where there is a norm.
     """
     product = join([layer], few)
     if norm is None:

@@ -1,4 +1,4 @@
-"""Reading a module: whether it is a common decoder, and of which parts."""
+"""Reading of a module: whether it is a common decoder, and its parts."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from mlx_manager.mlx_server.devices.states import DeltaShape, DeltaWeights, Shor
 
 
 class NotFusable(Exception):
-    """The module is no common decoder; the message says what is different."""
+    """Error: the module is no common decoder; the message says what is different."""
 
 
 _ROPES = (nn.RoPE, Llama3RoPE, YarnRoPE, SuScaledRoPE, ProportionalRoPE, NoPE)
-# Of a rotation that does nothing, which is taken for one of no frequency.
+# Rotated elements of a rotation that does nothing, which is taken for one of frequency 0.
 _UNTURNED = 16
 _ATTENTIONS = (
     {"q_proj", "k_proj", "v_proj", "o_proj", "rope"},
@@ -63,7 +63,7 @@ _ATTENTIONS = (
 )
 _OUTPUTS = ("o_proj", "out_proj")
 _HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
-# Of latent attention, besides what makes the queries.
+# Parts of latent attention, besides those that make the queries.
 _LATENT = {"kv_a_proj_with_mqa", "kv_a_layernorm", "embed_q", "unembed_out", "o_proj", "rope"}
 _LATENT_QUERIES = ({"q_proj"}, {"q_a_proj", "q_a_layernorm", "q_b_proj"})
 _BY_HEAD = (MultiLinear, QuantizedMultiLinear)
@@ -71,7 +71,7 @@ _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 _KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
 _SCALES = ("scale", "sm_scale")
 _GIVEN = {"self", "x", "mask", "cache"}
-# Of an MLP with gates: what makes gates and ups, and the way down.
+# Names of the layers of an MLP with gates: those of gates and ups, and the down projection.
 _GATES = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("gate_up_proj",), "down_proj"),
@@ -81,8 +81,8 @@ _GATES = (
 _ROUTES = (("gate", "switch_mlp"), ("router", "experts"), ("gate", "experts"))
 _EXPERT = {"gate_proj", "up_proj", "down_proj"}
 _EXPERTS = {*_EXPERT, "activation"}
-# Of layers whose experts lie beside their MLP: these, their router, and the norms around them and
-# behind the MLP.
+# Parts of layers whose experts lie beside their MLP: router and experts, the norms before and
+# behind the experts, and the norm behind the MLP.
 _BESIDE = {
     "router",
     "experts",
@@ -90,12 +90,13 @@ _BESIDE = {
     "post_feedforward_layernorm_1",
     "post_feedforward_layernorm_2",
 }
-# Of an expert that all rows share, and its gate, or of several that have none.
+# Parts of a shared expert and its gate, or of several shared experts without a gate.
 _SHARED = {"shared_expert", "shared_expert_gate"}
 _SHARED_WHOLLY = {"shared_experts"}
-# Routers whose softmax is over all experts, which nothing in them tells.
+# Blocks whose router takes the softmax over all experts, which nothing in them tells.
 _OVER_ALL = (qwen2_moe.Qwen2MoeSparseMoeBlock,)
-# Routers that are modules of their own, by how they score, and layers that say how by a module.
+# Routers that are modules of their own, by their scores, and modules by which layers say their
+# scores.
 _GATES_BY_SIGMOID = (
     deepseek_v3.MoEGate,
     dots1.Dots1TopkRouter,
@@ -105,7 +106,8 @@ _GATES_BY_SIGMOID = (
 )
 _GATES_BY_SOFTMAX = (deepseek.MoEGate, deepseek_v2.MoEGate)
 _SCORINGS = {nn.Softmax: Scoring.SOFTMAX, nn.Sigmoid: Scoring.SIGMOID}
-# Names of a layer's norms before and behind attention, and before and behind the MLP, and of that.
+# Names of a layer's norms before and behind attention, of those before and behind the MLP, and of
+# the MLP.
 _MLPS = ("mlp", "block_sparse_moe")
 _BLOCKS = (
     (("input_layernorm", None), ("post_attention_layernorm", None), _MLPS),
@@ -122,30 +124,32 @@ _BLOCKS = (
     (("operator_norm", None), ("ffn_norm", None), ("feed_forward",)),
 )
 _BODY = {"embed_tokens", "layers"}
-# Of layers that take something of their own of each token, besides what lies around that: its gate,
-# what brings it back, and the norm behind; and what bodies make it by.
+# Parts for a layer's own input of each token: its gate, the product back, and the norm behind; and
+# the parts of the body that make the inputs.
 _INLET = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 _INLETS = (
     "embed_tokens_per_layer",
     "per_layer_model_projection",
     "per_layer_projection_norm",
 )
-# Names of its norm.
+# Names of the body's last norm.
 _LAST_NORMS = ("norm", "embedding_norm")
-# What modules' parts do not tell: norms that multiply by 1 + weight, MLPs with another activation,
-# layers that clip their sums to what float16 has. Bodies that scale their embeddings: see `_scale`.
+# Facts that modules' parts do not tell: norms that multiply by 1 + weight, MLPs with another
+# activation, layers that clip their sums to the range of float16. For bodies that scale their
+# embeddings, see `_scale`.
 _NORMS_BY_MORE = (gemma2.RMSNorm, gemma3_text.RMSNorm)
 _GELU_MLPS = (gemma2.MLP, gemma3_text.MLP, gemma4_text.MLP)
 _CLIPPED = (gemma3_text.TransformerBlock,)
-# Attention whose q_proj gives a gate behind each head, which attends through a sigmoid of it.
+# Attention whose q_proj makes a gate behind each head of q. The head's result is multiplied by the
+# gate's sigmoid.
 _GATED = (qwen3_next.Qwen3NextAttention,)
 # Attention that may be given the keys and values of another layer.
 _SHARING = (gemma4_text.Attention,)
 # Layers that multiply their results by a number.
 _SCALED = (gemma4_text.DecoderLayer,)
-# Attention whose queries are multiplied by what it is given for positions, `attn_scale`.
+# Attention whose queries are multiplied by a factor for each position, the argument `attn_scale`.
 _TEMPERED = (ministral3.Attention,)
-# Layers of the gated delta rule, with the names of what their first product is made of.
+# Layers of the gated delta rule, with the names of the projections that their first product joins.
 _DELTAS = {
     qwen3_5.GatedDeltaNet: ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     qwen3_next.Qwen3NextGatedDeltaNet: ("in_proj_qkvz", "in_proj_ba"),
@@ -155,7 +159,10 @@ _SHORTS = (lfm2.ShortConv, lfm2_moe.ShortConv)
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Around attention or an MLP: `behind` is that of what it gives, before that is added."""
+    """Norms around attention or an MLP.
+
+    before: that of the input. behind: that of the result, before it is added to the residual.
+    """
 
     before: nn.RMSNorm
     behind: nn.RMSNorm | None
@@ -167,7 +174,7 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """An MLP that is `down(activation of gate and up)`."""
+    """MLP of `down(activation(gate, up))`."""
 
     gate_up: tuple[nn.Module, ...]
     down: nn.Module
@@ -180,8 +187,10 @@ class Gates:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What every row goes through besides, as large as so many `times` an expert. gate: its sigmoid
-    is what that is weighted by, if it has one."""
+    """Shared experts, which every row goes through, as one MLP as large as `times` experts.
+
+    gate: the layer whose sigmoid weights the result, if there is one.
+    """
 
     gate: nn.Module | None
     gate_up: tuple[nn.Module, nn.Module]
@@ -194,7 +203,8 @@ class Shared:
 
     @staticmethod
     def of(mlp: nn.Module, experts: Sequence[nn.Module]) -> Shared | None:
-        """None for one of another kind, or that is stored otherwise than the `experts`' layers."""
+        """Return the shared experts of `mlp`, or None for experts of another kind, or stored
+        otherwise than the layers in `experts`."""
         wholly = _parts(mlp) >= _SHARED_WHOLLY
         own = mlp.shared_experts if wholly else mlp.shared_expert
         gate = None if wholly else mlp.shared_expert_gate
@@ -213,7 +223,8 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a row's `chosen` experts are found and weighted by what a router gives: see `Experts`."""
+    """Rule by which a router's scores choose a row's `chosen` experts and weight them: see
+    `Experts`."""
 
     chosen: int
     normalised: bool
@@ -225,7 +236,7 @@ class Choice:
 
     @staticmethod
     def of(mlp: nn.Module, router: nn.Module) -> Choice | None:
-        """None for one of another kind.
+        """Return the rule of `mlp` with `router`, or None for a router of another kind.
 
         Raises:
             NotFusable: experts are chosen in groups.
@@ -236,7 +247,7 @@ class Choice:
             correction, scale = mlp.get("expert_bias"), float(mlp.routed_scaling_factor)
             how = (bool(mlp.norm_topk_prob), Scoring.SIGMOID, correction, scale)
             return Choice(mlp.top_k, *how, least=1e-6)
-        # Numbers beside the modules are corrections: of routers that are not known.
+        # Arrays beside the modules are corrections, of routers that are not known.
         corrected = any(isinstance(part, mx.array) for part in mlp.values())
         if type(router) not in (nn.Linear, nn.QuantizedLinear) or corrected:
             return None
@@ -265,11 +276,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Experts that are such MLPs, of which a row goes through those that the router gives the
-    largest scores.
+    """Experts, each an MLP with gates. A row goes through those with the router's largest scores.
 
-    gate_up: two layers of all experts, as `down` is. shared: what all rows go through, if there is
-    anything. router_norm: (width,), of the norm before the router, if that is another.
+    gate_up: two layers of all experts, as `down` is one. shared: the shared experts, if there are
+    any. router_norm: (width,), the weights of the norm before the router, if it differs from that
+    before the experts.
     """
 
     router: nn.Module
@@ -287,7 +298,7 @@ class Routes:
 
     @staticmethod
     def of(mlp: nn.Module) -> Routes | None:
-        """None for one of another kind.
+        """Return the experts of `mlp`, or None for an MLP of another kind.
 
         Raises:
             NotFusable: experts are chosen in groups.
@@ -308,7 +319,7 @@ class Routes:
 
     @staticmethod
     def _through(router: nn.Module, experts: nn.Module, choice: Choice) -> Routes | None:
-        """None for experts of another kind."""
+        """Return these experts, or None for experts of another kind."""
         layers = (experts.gate_proj, experts.up_proj, experts.down_proj)
         known = all(
             type(layer) in (SwitchLinear, QuantizedSwitchLinear)
@@ -323,7 +334,13 @@ class Routes:
 
     @staticmethod
     def beside(block: nn.Module, norm: nn.RMSNorm) -> Routes:
-        """Of a block whose experts lie beside its MLP. norm: before them."""
+        """Return the experts of a block in which they lie beside the MLP.
+
+        norm: that before the experts.
+
+        Raises:
+            NotFusable: the experts are of another kind, or the router's norm has another epsilon.
+        """
         router, experts = block.router, block.experts
         known = isinstance(router, gemma4_text.Router) and isinstance(experts, gemma4_text.Experts)
         _expect(known, "experts beside an MLP, of another kind")
@@ -337,9 +354,11 @@ class Routes:
 
 @dataclass(frozen=True, slots=True)
 class GatesAndRoutes:
-    """An MLP and experts beside each other, whose results are added up. before: the norm before the
-    experts. behind: those behind what the MLP gives, and what the experts give. The layer's own are
-    before the MLP, and behind the sum."""
+    """MLP and experts beside each other, whose results are added up.
+
+    before: the norm before the experts. behind: the norms behind the MLP's result and behind the
+    experts'. The layer's own norms are before the MLP and behind the sum.
+    """
 
     gates: Gates
     routes: Routes
@@ -352,7 +371,11 @@ class GatesAndRoutes:
 
     @staticmethod
     def of(block: nn.Module, mlp: Gates | Routes) -> GatesAndRoutes:
-        """mlp: the block's."""
+        """Return the MLP and experts of a block. mlp: the block's MLP.
+
+        Raises:
+            NotFusable: the MLP or the experts are of another kind.
+        """
         if not isinstance(mlp, Gates):
             raise NotFusable("experts beside an MLP of other parts")
         before = _norm(block.pre_feedforward_layernorm_2)
@@ -365,8 +388,8 @@ AnyMlp = Gates | Routes | GatesAndRoutes
 
 @dataclass(frozen=True, slots=True)
 class Inlet:
-    """What a layer makes of its own input of a token, (per-layer embeddings of Gemma 3n and 4):
-    `norm(back(gelu(gate(hidden)) * own))`, which is added behind its MLP."""
+    """Product of a layer's own input of a token (per-layer embeddings of Gemma 3n and 4):
+    `norm(back(gelu(gate(hidden)) * own))`, which is added behind the MLP."""
 
     gate: nn.Module
     back: nn.Module
@@ -374,7 +397,7 @@ class Inlet:
 
     @staticmethod
     def of(block: nn.Module) -> Inlet | None:
-        """None where there is none."""
+        """Return the inlet of a block, or None if the block has no own input."""
         if not _parts(block) >= set(_INLET):
             return None
         gate, back = (_linears(block, (name,))[0] for name in _INLET[:2])
@@ -383,9 +406,12 @@ class Inlet:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings(ABC):
-    """What one layer of the module has around that by which its tokens meet, before anything is
-    joined. qkv: that is made of. inlet: what it takes of its own of each token, if it does.
-    scale_of_sum: (1,), what its result is multiplied by, if it is."""
+    """Parts of one layer around the operation in which its tokens meet, before anything is joined.
+
+    qkv: the projections that make that operation's input. output: the projection of its result.
+    inlet: the layer's own input of each token, if it has one. scale_of_sum: (1,), the factor of the
+    layer's result, if it has one.
+    """
 
     qkv: tuple[nn.Module, ...]
     output: nn.Module
@@ -396,8 +422,8 @@ class Surroundings(ABC):
     scale_of_sum: mx.array | None = field(default=None, kw_only=True)
 
     def weights(self) -> list[mx.array]:
-        """Of the projections, and what is made of the rest: to be computed before steps are
-        compiled, or each kind of step would make it anew."""
+        """Return the arrays of the layer's parts, and those made of them. All must be evaluated
+        before steps are compiled, or each kind of step would make them anew."""
         layers = (*self.qkv, self.output, *self.mlp.layers)
         parts = (*layers, *self.attention_norms.all, *self.mlp_norms.all)
         if self.inlet is not None:
@@ -412,21 +438,23 @@ class Surroundings(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Temper:
-    """What queries are multiplied by far into a text, as in Llama 4 and Ministral 3:
-    1 + beta * log(1 + floor(position / tokens)), which is 1 for the first `tokens`."""
+    """Factor of queries far into a text, as in Llama 4 and Ministral 3.
+
+    The factor is 1 + beta * log(1 + floor(position / tokens)), which is 1 for the first `tokens`.
+    """
 
     beta: float
     tokens: int
 
     def __call__(self, positions: mx.array) -> mx.array:
-        """float32, of the shape of `positions`."""
+        """Return the factors, float32, of the shape of `positions`."""
         times = mx.floor(positions.astype(mx.float32) / self.tokens)
         return 1 + self.beta * mx.log(1 + times)
 
 
 @dataclass(frozen=True, slots=True)
 class Anatomy(Surroundings):
-    """A layer whose tokens meet in attention."""
+    """Layer whose tokens meet in attention."""
 
     head_norms: tuple[nn.RMSNorm, nn.RMSNorm] | None
     rope: nn.Module
@@ -494,7 +522,7 @@ class Anatomy(Surroundings):
 
     @property
     def head_weights(self) -> tuple[mx.array, mx.array] | None:
-        """Of the norms of q and k."""
+        """Weights of the norms of q and k, or None if there are no norms."""
         return self.head_norms and (self.head_norms[0].weight, self.head_norms[1].weight)
 
     def _own_weights(self) -> list[mx.array]:
@@ -504,10 +532,11 @@ class Anatomy(Surroundings):
 
 @dataclass(frozen=True, slots=True)
 class Latents(Surroundings):
-    """A layer whose tokens meet in attention to latents: see `fused.latent`.
+    """Layer whose tokens meet in attention to latents: see `decoder.latent`.
 
-    queries: what makes them of a rank of their own, behind its norm; None if `qkv` makes them.
-    absorb, expand: a matrix for each head, of what meets latents and of what is found among them.
+    query_norm: the norm of query latents, or None. queries: the projection that makes queries of
+    query latents, behind `query_norm`; None if `qkv` makes the queries. absorb: the heads' matrices
+    that take queries to the latents' space. expand: those that take results out of it.
     """
 
     query_norm: nn.RMSNorm | None
@@ -573,7 +602,7 @@ class Latents(Surroundings):
 
 @dataclass(frozen=True, slots=True)
 class Recurrence(Surroundings):
-    """A layer whose tokens meet in a state that each changes by the gated delta rule."""
+    """Layer whose tokens meet in a state, which each token changes by the gated delta rule."""
 
     shape: DeltaShape
     given: DeltaWeights
@@ -621,10 +650,10 @@ class Recurrence(Surroundings):
 
 @dataclass(frozen=True, slots=True)
 class Convolution(Surroundings):
-    """A layer whose tokens meet in a gated short convolution: C * convolution(B * x), where B, C
-    and x are parts of one product (Liquid AI, "LFM2 Technical Report", 2025, section 2.1).
+    """Layer whose tokens meet in a gated short convolution: C * convolution(B * x), where B, C and
+    x are parts of one product (Liquid AI, "LFM2 Technical Report", 2025, section 2.1).
 
-    given: its weights, (taps, channels).
+    given: the convolution's weights, (taps, channels).
     """
 
     shape: ShortShape
@@ -654,17 +683,17 @@ class Convolution(Surroundings):
 class Rotation:
     """One kind of rotation of the model: cosines and sines for `PagedKernels.attend_fused`.
 
-    frequencies: (dims / 2,) float32 radians a position. amplitude: what it multiplies pairs by.
+    frequencies: (dims / 2,) float32 radians a position. amplitude: the factor of all pairs.
 
-    They are computed here, since MLX's own kernel gives wrong rows on CUDA for arrays that are not
-    contiguous (mlx-lm pull request 1896), and single-token batches have been wrong before (mlx
-    issues 3494, 3949).
+    Cosines and sines are computed here, since MLX's own kernel gives wrong rows on CUDA for arrays
+    that are not contiguous (mlx-lm pull request 1896), and single-token batches have been wrong
+    before (mlx issues 3494, 3949).
     """
 
     frequencies: mx.array
     amplitude: float
     traditional: bool
-    # Of each number of a rotation: the frequency that it comes from, and whether it is a cosine.
+    # For each number of a rotation: the frequency that it comes from, and whether it is a cosine.
     _turns: mx.array
     _cosine: mx.array
 
@@ -688,8 +717,8 @@ class Rotation:
         if rotary.traditional:
             pair, cosine = places // 2, places % 2 == 0
         turns = frequencies.astype(np.float32)
-        # The result of an operation lies in the device's memory, an array from the host in memory
-        # that the device has to fetch at each use.
+        # The result of an operation lies in the device's memory. An array from the host lies in
+        # memory that the device has to fetch at each use.
         arrays = [
             mx.array(turns) * 1,
             mx.array(turns[pair]) * 1,
@@ -701,16 +730,20 @@ class Rotation:
         return rotation
 
     def __call__(self, positions: mx.array) -> mx.array:
-        """(rows, dims) float32 for positions (rows,): the rotation of pairs (1, 0).
+        """Return the rotation of pairs (1, 0), (rows, dims) float32, for positions (rows,).
 
-        One kernel when it is compiled, since each number is made by itself.
+        Compiled, this is one kernel, since each number is computed by itself.
         """
         angles = positions[:, None].astype(mx.float32) * self._turns
         rotation = mx.where(self._cosine, mx.cos(angles), mx.sin(angles))
         return rotation if self.amplitude == 1.0 else rotation * self.amplitude
 
     def _expect_as_of(self, rope: nn.Module) -> None:
-        """Raise unless the module's own rotation of one row agrees."""
+        """Compare with the module's own rotation of one row.
+
+        Raises:
+            NotFusable: the rotations differ.
+        """
         basis = self._cosine.astype(mx.float32)[None, None, None]
         for position in (0, 1, 777):
             theirs = np.array(rope(basis, offset=position))[0, 0, 0]
@@ -720,8 +753,11 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Inlets:
-    """What layers take of their own of each token: of an embedding for each layer, and of what the
-    first layer takes. Numbers multiply as the module's own do."""
+    """Maker of the layers' own inputs for each token, from an embedding for each layer and from the
+    first layer's input.
+
+    The scales multiply as in the module.
+    """
 
     embed: nn.Module
     scale: float
@@ -733,7 +769,7 @@ class Inlets:
 
     @staticmethod
     def of(body: nn.Module) -> Inlets | None:
-        """None where there are none."""
+        """Return the inlets of a body, or None if it has none."""
         if not isinstance(body, gemma4_text.Gemma4TextModel):
             return None
         embed, projection, norm = (body.get(name) for name in _INLETS)
@@ -750,7 +786,8 @@ class Inlets:
         )
 
     def __call__(self, tokens: mx.array, hidden: mx.array) -> mx.array:
-        """(tokens, layers, width). hidden: what the first layer takes of `tokens`."""
+        """Return the own inputs, (tokens, layers, width). hidden: the first layer's input for
+        `tokens`."""
         shape = (tokens.shape[0], self.layers, -1)
         own = (self.embed(tokens) * self.scale).reshape(shape)
         projected = self.norm((self.projection(hidden) * self.projection_scale).reshape(shape))
@@ -765,12 +802,12 @@ AnyLayer = Anatomy | Latents | Recurrence | Convolution
 class Common:
     """A common decoder, before anything is joined.
 
-    sources: of each layer, the number of that whose keys and values, or state, it works on: its
-    own, but for the last ones of some models. rotations: its kinds of rotation. kinds: the number
-    of each layer's among them, of one that has none 0. scale: what embeddings are multiplied by, a
-    number of the layers' type, if they are. head: what has the vocabulary's weights, `embed` or a
-    layer of its own. softcap: of logits, if they have one. inlets: what layers take of their own of
-    each token is made by.
+    sources: for each layer, the number of the layer whose keys and values, or state, it uses: its
+    own, except for the last layers of some models. rotations: the model's kinds of rotation. kinds:
+    for each layer, the number of its kind among them; 0 for a layer without rotation. scale: the
+    factor of embeddings, a number of the layers' type, if there is one. head: the module with the
+    vocabulary's weights, `embed` or a layer of its own. softcap: that of logits, if there is one.
+    inlets: the maker of the layers' own inputs, if there are any.
     """
 
     layers: list[AnyLayer]
@@ -786,9 +823,10 @@ class Common:
 
     @staticmethod
     def of(model: nn.Module, page_size: int) -> Common:
-        """
+        """Return the parts of `model`.
+
         Raises:
-            NotFusable: `model` is something else.
+            NotFusable: `model` is no common decoder.
         """
         text = model.language_model if _parts(model) == {"language_model"} else model
         _expect("model" in text and _parts(text) <= {"model", "lm_head"}, "a head")
@@ -829,16 +867,16 @@ class Common:
         )
 
     def embedded(self, tokens: mx.array) -> mx.array:
-        """(tokens, width): what the first layer takes."""
+        """Return the first layer's input, (tokens, width)."""
         embeddings: mx.array = self.embed(tokens)
         return embeddings if self.scale is None else embeddings * self.scale
 
     def vocabulary(self, hidden: mx.array) -> mx.array:
-        """Logits, (rows, vocabulary), of rows behind the last norm."""
+        """Return the logits, (rows, vocabulary), of rows behind the last norm."""
         return self.capped((self.embed.as_linear if self.head is self.embed else self.head)(hidden))
 
     def capped(self, logits: mx.array) -> mx.array:
-        """`logits` as they are when all else is done."""
+        """Return `logits` behind their soft cap, if they have one."""
         return logits if self.softcap is None else _capped(logits, self.softcap)
 
 
@@ -848,8 +886,13 @@ def _capped(logits: mx.array, most: float) -> mx.array:
 
 
 def _expect_given(attention: nn.Module, known: Set[str] = frozenset()) -> None:
-    """Raise if `attention` is given what is not `known`, or turns heads in a way that is not."""
-    # What else it is given may depend on the position, and differ only far into a text.
+    """Check the arguments and the rotation of `attention`.
+
+    Raises:
+        NotFusable: the module takes an argument that is not `known`, or rotates heads in an unknown
+            way.
+    """
+    # Other arguments may depend on the position, and make a difference only far into a text.
     given = signature(type(attention).__call__).parameters.keys() - _GIVEN - known
     _expect(not given, f"attention that takes {', '.join(sorted(given))}")
     _expect(isinstance(attention.rope, _ROPES), f"{type(attention.rope).__name__}")
@@ -862,7 +905,8 @@ def _temper(attention: nn.Module) -> Temper | None:
 
 
 def _turned(rope: nn.Module) -> tuple[int, bool]:
-    """How many elements of a head `rope` turns, and whether pairs are neighbours."""
+    """Return the number of elements of a head that `rope` rotates, and whether pairs are
+    neighbours."""
     match rope:
         case NoPE():
             return _UNTURNED, False
@@ -883,7 +927,7 @@ def _layer(block: nn.Module, window: int | None, page_size: int) -> AnyLayer:
 
 
 def attention_shapes(model: nn.Module, page_size: int) -> set[AttentionShape]:
-    """Of a common decoder's layers; none of another model's."""
+    """Return the attention shapes of a common decoder's layers; an empty set for another model."""
     try:
         layers = Common.of(model, page_size).layers
     except NotFusable:
@@ -892,7 +936,7 @@ def attention_shapes(model: nn.Module, page_size: int) -> set[AttentionShape]:
 
 
 def _parts(module: nn.Module) -> set[str]:
-    """Names of the modules, and of the lists of modules, that `module` is made of."""
+    """Return the names of the modules, and of the lists of modules, that `module` consists of."""
     return {
         name
         for name, part in module.items()
@@ -905,7 +949,11 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _norm(module: nn.Module) -> nn.RMSNorm:
-    """`module` as one of MLX's own, with the weight that it multiplies by; not evaluated."""
+    """Return `module` as one of MLX's own, with the effective weight; not evaluated.
+
+    Raises:
+        NotFusable: the norm is of another kind.
+    """
     _expect(_is_norm(module), "norms of another kind")
     if type(module) is nn.RMSNorm:
         return module
@@ -917,8 +965,13 @@ def _norm(module: nn.Module) -> nn.RMSNorm:
 def _around(
     block: nn.Module, name: str, besides: Sequence[str] = ()
 ) -> tuple[AnyMlp, Norms, Norms]:
-    """A block's MLP, and the norms around its part of that name and the MLP. besides: others of its
-    parts."""
+    """Return a block's MLP, the norms around its part `name`, and the norms around the MLP.
+
+    besides: names of further parts that the block has.
+
+    Raises:
+        NotFusable: the block has other parts.
+    """
     beside = _BESIDE if _parts(block) >= _BESIDE else set()
     for first, second, mlps in _BLOCKS:
         own = [mlp for mlp in mlps if mlp in block]
@@ -935,7 +988,8 @@ def _norms(block: nn.Module, before: str, behind: str | None) -> Norms:
 
 
 def _head_norms(attention: nn.Module) -> tuple[nn.RMSNorm, nn.RMSNorm] | None:
-    """Of q and k, if there are some; where there are queries alone that of q stands for both."""
+    """Return the norms of q and k, or None if there are none. Where there are queries alone, the
+    norm of q stands for both."""
     for of_q, of_k in _HEAD_NORMS:
         if of_q in attention:
             return _norm(attention[of_q]), _norm(attention[of_k if of_k in attention else of_q])
@@ -943,7 +997,11 @@ def _head_norms(attention: nn.Module) -> tuple[nn.RMSNorm, nn.RMSNorm] | None:
 
 
 def _norms_values(attention: nn.Module, others: tuple[nn.RMSNorm, nn.RMSNorm] | None) -> bool:
-    """Whether heads of v are normed as those of q and k are, but without weights."""
+    """Return whether heads of v are normed as those of q and k are, but without weights.
+
+    Raises:
+        NotFusable: heads of v are normed in another way.
+    """
     if "v_norm" not in attention:
         return False
     norm = attention.v_norm
@@ -954,21 +1012,27 @@ def _norms_values(attention: nn.Module, others: tuple[nn.RMSNorm, nn.RMSNorm] | 
 
 
 def _of_heads(attention: nn.Module) -> tuple[str, ...]:
-    """Names of what makes q, k and v, or q alone. Values may be keys that are not turned."""
+    """Return the names of the projections that make q, k and v, or q alone. Values may be keys that
+    are not rotated."""
     there = tuple(name for name in ("q_proj", "k_proj", "v_proj") if name in attention)
     is_short = isinstance(attention, _SHARING) and there == ("q_proj", "k_proj")
     return (*there, "k_proj") if is_short else there
 
 
 def _sources(body: nn.Module) -> list[int]:
-    """See `Common`."""
+    """Return `Common.sources` of a body."""
     if isinstance(body, gemma4_text.Gemma4TextModel):
         return list(body.previous_kvs)
     return list(range(len(body.layers)))
 
 
 def _expect_sources(layers: Sequence[AnyLayer], sources: Sequence[int]) -> None:
-    """Raise unless layers that have none of their own come last, and attend as their source's."""
+    """Check the layers' sources.
+
+    Raises:
+        NotFusable: layers without keys and values of their own are not the last, or attend
+            otherwise than their source.
+    """
     count = len(set(sources))
     _expect(sources[:count] == list(range(count)), "layers that share what comes later")
     for layer, source in zip(layers, sources, strict=True):
@@ -978,12 +1042,12 @@ def _expect_sources(layers: Sequence[AnyLayer], sources: Sequence[int]) -> None:
 
 
 def _scale(body: nn.Module, dtype: mx.Dtype) -> float | None:
-    """What embeddings of `dtype` are multiplied by."""
+    """Return the factor of embeddings of `dtype`, or None if there is none."""
     match body:
         case gemma2.GemmaModel() | gemma4_text.Gemma4TextModel():
             first = dtype
         case gemma3_text.Gemma3Model():
-            # Whatever the embeddings are.
+            # bfloat16, whatever the type of the embeddings.
             first = mx.bfloat16
         case _:
             return None
@@ -1015,13 +1079,17 @@ def _linears(
 
 
 def _stored(layer: nn.Module) -> tuple[Any, ...]:
-    """Equal for layers of one kind whose weights are stored alike."""
+    """Return a key that is equal for layers of one kind whose weights are stored alike."""
     is_packed = type(layer) in (nn.QuantizedLinear, QuantizedSwitchLinear)
     return (type(layer), *((layer.group_size, layer.bits, layer.mode) if is_packed else ()))
 
 
 def _first_of(attention: nn.Module, names: tuple[str, ...]) -> float:
-    """A number, as one family or the other calls it."""
+    """Return the number that the module has under the first of `names` that it has.
+
+    Raises:
+        NotFusable: the module has none of these names.
+    """
     found = [getattr(attention, name) for name in names if hasattr(attention, name)]
     _expect(bool(found), f"attention without {' or '.join(names)}")
     number: float = found[0]
@@ -1029,7 +1097,7 @@ def _first_of(attention: nn.Module, names: tuple[str, ...]) -> float:
 
 
 def _activation(module: nn.Module) -> Activation | None:
-    """Of experts; None for another one."""
+    """Return the activation of experts, or None for an unknown one."""
     match module:
         case SwiGLU():
             return Activation.SILU
@@ -1059,7 +1127,7 @@ def _windows(model: nn.Module) -> list[int | None]:
 
 
 def _kind(rope: nn.Module) -> tuple[Any, ...]:
-    """Equal for rotations that turn alike."""
+    """Return a key that is equal for rotations that turn alike."""
     numbers = {name: bytes(np.array(array)) for name, array in dict(rope).items()}
     constants = {name: value for name, value in vars(rope).items() if not name.startswith("_no")}
     return (type(rope), repr(sorted(constants.items())), repr(sorted(numbers.items())))

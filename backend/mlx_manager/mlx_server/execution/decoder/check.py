@@ -1,4 +1,4 @@
-"""Whether a fused decoder computes what its module does."""
+"""Check of a fused decoder against its module's logits."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from mlx_manager.mlx_server.execution.forward import kept_in
 from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
 Pool = Sequence[mx.array]
-# Numbers of rows that differ in how they are computed: as they are, and padded.
+# Numbers of rows that are computed in different ways: as they are, and padded.
 CHECKED_ROWS = (3, 12, 20, 40, 68)
 
 
 def check(
     decoder: FusedDecoder, model: nn.Module, page_size: int, *, doing: Doing = unheard
 ) -> str | None:
-    """Compare steps of two rows and padding with `model`'s own logits; None if right.
+    """Compare steps of two rows and padding with `model`'s own logits; return a message, or None if
+    right.
 
-    Half precision rounds differently in products of different shapes, and depth multiplies it: so
-    the yardstick is by how much the module differs from itself, between a step and a prompt.
+    Half precision rounds differently in products of different shapes, and depth multiplies the
+    error. So the yardstick is the module's distance from itself, between a step and a prompt.
     """
     lengths = (2 * page_size + 5, 3)
     longest = max(lengths) + 2
@@ -41,8 +42,8 @@ def check(
     caches, prompts = [], []
     for text, n in zip(texts, lengths, strict=True):
         cache = make_prompt_cache(model)
-        # Both steps' tokens as a prompt's, and of one length: cuDNN prepares itself for each that
-        # is new, 40 ms.
+        # The prompt holds both steps' tokens, and all prompts are of one length: cuDNN prepares
+        # itself for each new length, 40 ms.
         prompts.append(_passed(model, text, cache))
         if can_trim_prompt_cache(cache):
             trim_prompt_cache(cache, longest - n)
@@ -71,14 +72,14 @@ def check(
             out, _ = decoder.run(step)
             mx.eval([out])
             distances += [distance(mine, logits) for logits, mine in zip(own, out, strict=False)]
-        # As the token has left them, which each of these steps began without.
+        # Pools as the token has left them. Each of these steps began without that token.
         pools = step.pools
     wrong = difference(distances, max(2e-3, MARGIN * noise), strays=strays)
     return wrong and f"its logits differ from the module's {wrong}, whose own do by {noise:.2g}"
 
 
 def _passed(model: nn.Module, tokens: list[int], cache: list[Any]) -> mx.array:
-    """(tokens, vocabulary) logits, computed."""
+    """Return logits (tokens, vocabulary), evaluated."""
     logits: mx.array = model(mx.array([tokens]), cache=cache)[0]
     mx.eval([*kept_in(cache), logits])
     return logits
@@ -86,8 +87,11 @@ def _passed(model: nn.Module, tokens: list[int], cache: list[Any]) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Rows whose pages and pools are filled up to their newest tokens. states: the numbers of the
-    pools that are no pages, and of which each step has a copy of its own, since it changes them."""
+    """Rows whose pages and pools are filled up to their newest tokens.
+
+    states: the numbers of the pools that are no pages. Each step changes these, and has a copy of
+    its own.
+    """
 
     tokens: Sequence[int]
     lengths: Sequence[int]
@@ -117,7 +121,7 @@ class _Sample:
 
 
 def _states(caches: Sequence[Sequence[Any]]) -> list[int]:
-    """The numbers of the layers that are recurrent."""
+    """Return the numbers of the recurrent layers."""
     return [number for number, cache in enumerate(caches[0]) if isinstance(cache, ArraysCache)]
 
 
@@ -127,8 +131,8 @@ def _filled(
     page_size: int,
     lengths: Sequence[int],
 ) -> list[Pool]:
-    """Each layer's pools with the content of each row's caches in its pages, or in slots in the
-    rows' order; not evaluated."""
+    """Return each layer's pools, not evaluated: the content of each row's caches in its pages, or
+    in slots in the rows' order."""
     slots = sum(len(own) for own in pages) * page_size
     pools = []
     for layer in zip(*caches, strict=True):
@@ -151,7 +155,7 @@ def _filled(
 
 
 def _in_slots(caches: Sequence[ArraysCache], lengths: Sequence[int]) -> Pool:
-    """What the pool of a `StateStore` of these rows is."""
+    """Return the pool that a `StateStore` of these rows would have."""
     inputs = [cache.cache[0] for cache in caches]
     taps = inputs[0].shape[1] + 1
     ring = mx.zeros((len(caches), taps, inputs[0].shape[2]), inputs[0].dtype)

@@ -1,4 +1,4 @@
-"""The decoder as a whole: how it is made, and its steps."""
+"""Fused decoder as a whole: its construction and its steps."""
 
 from __future__ import annotations
 
@@ -73,38 +73,40 @@ A = TypeVar("A", Anatomy, Latents, Recurrence, Convolution)
 K = TypeVar("K")
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
 Cuts = tuple[Sequence[tuple[int | None, bool, BlockKind]], bool]
-"""Of a step what is no array: of its splits the window of each, `divided` and `blocks`; `far`."""
+"""Static part of a step: for each of its splits the window, `divided` and `blocks`; and `far`."""
 Stepped = tuple[mx.array, mx.array]
-"""A step's logits, and what is `before` the next."""
-# Layers of a step with prompts that are queued at a time: the device begins while the host is still
-# at the next ones. To queue is to give up Python's lock, and to wait for it again.
+"""Result of a decode step: its logits, and `before` of the next step."""
+# Layers of a step with prompts that are queued at a time: the device begins while the host puts the
+# next layers together. Queueing releases Python's lock and has to wait for it again.
 LAYERS_AT_A_TIME = 8
-# What is queued keeps all that it works on, 147 kB a token and layer of an 8B. So layers that are
-# queued together work on so many bytes, unless it is one, and all that are queued on so many,
-# unless it is three pieces. One layer at a time takes 1 to 2 % of an 8B's prompts' rate, and spares
-# half of what two keep (NOTES 102).
+# Limits of queued work. A queued layer keeps all its arrays, 147 kB a token and layer of an 8B. So
+# layers that are queued together have arrays of at most `BYTES_AT_A_TIME`, unless it is one layer,
+# and all queued layers of at most `BYTES_AHEAD`, unless it is `LEAST_AHEAD` pieces. One layer at a
+# time costs 1 to 2 % of an 8B's prompt rate, and saves half of the memory that two take (NOTES
+# 102).
 BYTES_AT_A_TIME = 500_000_000
 BYTES_AHEAD = 1_300_000_000
 LEAST_AHEAD = 3
-# Steps of more than so many tokens come where memory is plenty and they are short: what the host
-# takes for the next one, 6 to 9 ms, is to be hidden behind what is left of them (NOTES 144, 149).
+# Steps of more than `MANY` tokens come where memory is plenty and steps are short. The host's time
+# for the next step, 6 to 9 ms, is to be hidden behind the rest of the pieces (NOTES 144, 149).
 MANY = 2048
 LEAST_AHEAD_OF_MANY = 4
-# Of steps that are queued whole, how many are there at once (measured: 1.4 of an 8B's of 512
-# tokens).
+# Number of steps whose arrays exist at once, of steps that are queued whole (measured: 1.4 of an
+# 8B's of 512 tokens).
 STEPS_AHEAD = 1.5
-# Tokens of a step with prompts from which on packed weights that have no dense ones beside them are
-# made dense, a layer at a time: that takes as long whatever the tokens, while MLX's products with
-# packed weights take 1 ms a layer of an 8B for 64 (H200; NOTES 109).
+# Tokens of a step with prompts from which on packed weights without dense ones beside them are made
+# dense, a layer at a time. That takes as long whatever the tokens, while MLX's products with packed
+# weights take 1 ms a layer of an 8B for 64 tokens (H200; NOTES 109).
 FEWEST_UNPACKED = 65
 
 
 class FusedDecoder:
-    """Steps of one model; made by `build`.
+    """Fused decoder of one model; made by `build`.
 
     Attributes:
         unpacks: whether weights may be made dense for steps with many tokens; see `keep_packed`.
-        far_from: tokens of a row beyond which its queries are multiplied, if ever; see `Temper`.
+        far_from: tokens of a row beyond which its queries are multiplied by a factor, or None if
+            they never are; see `Temper`.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class FusedDecoder:
         self._open = open
         self._ending = ending
         parts = [layer.part for layer in layers]
-        # Of each kind of attention, the number of a store.
+        # For each kind of attention, the number of one store that it reads.
         self._attentions: dict[tuple[AttentionShape, int | None], int] = {}
         self._latents: dict[LatentShape, LatentKernels] = {}
         self._planners: dict[int | None, PagedKernels] = {}
@@ -130,7 +132,8 @@ class FusedDecoder:
                     self._planners[part.window] = part.kernels
                 case LatentPart():
                     self._latents[part.kernels.shape] = part.kernels
-        # What a layer makes of a token, and what its weights take as dense ones.
+        # Largest number of bytes that a layer makes for a token, and that a layer's weights take
+        # when dense.
         self._layer_bytes = max(part.token_bytes for part in parts)
         self._unpacked_bytes = max(part.unpacked_bytes for part in parts)
         self.unpacks = self._unpacked_bytes > 0
@@ -151,7 +154,8 @@ class FusedDecoder:
         latents: BuildLatents = gpu.build_latents,
         shorts: BuildShort = short.build,
     ) -> FusedDecoder | Unsupported:
-        """The fused form of `model`, an mlx-lm module on the MLX thread, or why there is none.
+        """Return the fused form of `model`, an mlx-lm module on the MLX thread, or the reason why
+        there is none.
 
         From here on the module's projections of q, k and v, and of gate and up, share memory with
         the joined ones, a layer at a time. Nothing has been compared yet: see `check`.
@@ -164,8 +168,8 @@ class FusedDecoder:
             return Unsupported(f"the module is no common decoder: {reason}")
 
     def plan(self, lengths: Lengths) -> dict[int | None, Splits]:
-        """Cut a step's attention; `lengths` are those of the step. Good for the steps
-        that follow, too, as long as the same rows go on (see `Splits`)."""
+        """Return the splits of a step's attention by window. `lengths` are those of the step. The
+        splits also serve the steps that follow, as long as the same rows go on (see `Splits`)."""
         cuts: dict[int | None, Splits] = {
             window: kernels.plan(lengths, window=window)
             for window, kernels in self._planners.items()
@@ -175,14 +179,15 @@ class FusedDecoder:
         return cuts
 
     def is_far(self, lengths: Sequence[int]) -> bool:
-        """Whether a step of rows with so many tokens is `far`."""
+        """Return whether a step of rows with so many tokens is `far`."""
         return self.far_from is not None and max(lengths) > self.far_from
 
     def run(self, step: Step) -> Stepped:
-        """Logits (rows, vocabulary) of one step, and what is `before` the next; not evaluated.
+        """Return the logits (rows, vocabulary) of one step, and `before` of the next; not
+        evaluated.
 
-        A kind of step is rows, the width of the table, and the length of the work lists. One that
-        keeps coming is compiled, which halves the host's share.
+        A kind of step is its rows, the width of the table, and the length of the work lists. A kind
+        that keeps coming is compiled, which halves the host's time.
         """
         kind = (
             step.table.shape,
@@ -193,21 +198,23 @@ class FusedDecoder:
         return found
 
     def launches(self, step: Step) -> list[mx.array]:
-        """What `run` launches, in that order and not evaluated, in one layer of each kind.
+        """Return the launches of `run`, in order and not evaluated, in one layer of each kind.
 
-        The first launch of a kernel compiles it, and MLX keeps it on disk. Writes to the pages what
-        `run` writes there, or would with other layers before.
+        The first launch of a kernel compiles it, and MLX keeps it on disk. These launches write to
+        the same places of the pages as `run`. What they write may differ, since layers before are
+        left out.
         """
         return self._all_launches(_cuts(step), *_arrays(step))
 
     def launches_compiled(self, step: Step) -> list[mx.array]:
-        """As `launches`, but of a compiled step; all kinds of steps share their kernels."""
+        """Return the launches as `launches` does, but of a compiled step; all kinds of steps share
+        their kernels."""
         compiled = self._compile(partial(self._all_launches, _cuts(step)))
         found: list[mx.array] = compiled(*_arrays(step))
         return found
 
     def stores(self, page_size: int, kernels: KernelSet) -> list[Store]:
-        """Pages, or states, for its layers, none as yet, that `kernels` read."""
+        """Return the stores of the layers, empty as yet: pages that `kernels` read, or states."""
         return [
             layer.part.store(page_size, kernels)
             for number, layer in enumerate(self._layers)
@@ -215,7 +222,8 @@ class FusedDecoder:
         ]
 
     def prepare(self, plan: StepPlan, stores: Sequence[Store]) -> None:
-        """Send what `run_ragged` takes of `plan`. What it sends by itself sets out alone."""
+        """Send the arrays that `run_ragged` takes of `plan`. An array that `run_ragged` sends
+        itself is sent apart from the others."""
         _ = plan.numbers.array
         for (shape, window), number in self._attentions.items():
             store = stores[number]
@@ -225,7 +233,8 @@ class FusedDecoder:
             meeting_of(plan, kernels)
 
     def restore(self, number: int, store: StateStore, slot: int, kept: list[mx.array]) -> None:
-        """Put back what `store` of the layer `number` had in a slot; see `DeltaKernels.restore`."""
+        """Put back the content that `store` of the layer `number` had in a slot; see
+        `DeltaKernels.restore`."""
         part = self._layers[number].part
         assert isinstance(part, StatePart)
         part.kernels.restore(store, slot, kept)
@@ -237,13 +246,14 @@ class FusedDecoder:
         texts: Texts | None = None,
         before: Pieces | None = None,
     ) -> tuple[mx.array, Pieces]:
-        """Logits (wanted tokens, vocabulary) of one step, with chunks of prompts in it or not, and
-        the pieces that are to be queued before them. Of a silent step (1, hidden size).
+        """Return the logits (wanted tokens, vocabulary) of a step with or without chunks of
+        prompts, and the pieces that are to be queued before them. The result of a silent step is
+        (1, hidden size).
 
         `stores` are the layers' pages and states, written in place; texts: see `Part.ragged`;
         before: the last step's pieces, where it had some. A layer is put together once for each
-        kind there is, and repeated: that takes the host half as long as all of them by themselves
-        (NOTES 104).
+        kind, and the graph repeated: that takes the host half as long as putting together all
+        layers (NOTES 104).
         """
         rotations = [rotation(step.plan.positions) for rotation in self._open.rotations]
         hidden = self._open.embed(step.tokens)
@@ -266,7 +276,8 @@ class FusedDecoder:
         return last if step.silent else self._ending(last), pieces
 
     def tokens_at_once(self, tokens: int) -> int:
-        """See `Forward`: a step's first pieces are queued while the end of the last one runs."""
+        """Return the tokens at once: see `Forward`. A step's first pieces are queued while the end
+        of the last step runs."""
         whole = min(tokens, int(BYTES_AHEAD / (self._layer_bytes * len(self._layers))))
         at_a_time, pieces = self._ahead(tokens)
         part = STEPS_AHEAD if pieces is None else at_a_time * pieces / len(self._layers)
@@ -274,15 +285,15 @@ class FusedDecoder:
 
     @property
     def unpacked_at_once(self) -> int:
-        """Bytes of the weights that are made dense for steps with many tokens, at once: most for
-        the fewest tokens, as most layers are queued then."""
+        """Bytes of the weights that are made dense at once for steps with many tokens. The fewest
+        such tokens need the most bytes, since the most layers are queued then."""
         if not self.unpacks:
             return 0
         return self._queued(FEWEST_UNPACKED) * self._unpacked_bytes
 
     def expanded_at_once(self, tokens: int) -> int:
-        """Bytes that a step of so many tokens holds beyond those of `tokens_at_once` where its
-        layers expand all the latents that they may."""
+        """Return the bytes that a step of so many tokens holds beyond those of `tokens_at_once`, if
+        its layers expand as many latents as they may."""
         expansions = [of.expansion for of in self._latents.values() if of.expansion is not None]
         if not expansions:
             return 0
@@ -293,11 +304,11 @@ class FusedDecoder:
 
     @property
     def expands(self) -> bool:
-        """Whether latents may be expanded for steps with many tokens."""
+        """Return whether latents may be expanded for steps with many tokens."""
         return any(kernels.expansion is not None for kernels in self._latents.values())
 
     def keep_packed(self) -> None:
-        """Unpack nothing from now on."""
+        """Unpack weights and expand latents no more from now on."""
         self.unpacks = False
         for kernels in self._latents.values():
             kernels.expansion = None
@@ -306,19 +317,22 @@ class FusedDecoder:
         return self.unpacks and tokens >= FEWEST_UNPACKED
 
     def _queued(self, tokens: int, expanded: int = 0) -> int:
-        """How many layers are queued at once; see `_ahead`."""
+        """Return the number of layers that are queued at once; see `_ahead`."""
         at_a_time, pieces = self._ahead(tokens, expanded)
         layers = len(self._layers)
         return layers if pieces is None else min(layers, at_a_time * pieces)
 
     def _expanded_bytes(self, plan: StepPlan) -> int:
-        """What is expanded in a layer of the step takes."""
+        """Return the bytes that a layer of the step takes for expanded latents."""
         found = [meeting_of(plan, kernels).expanded for kernels in self._latents.values()]
         return max((each.bytes for each in found if each is not None), default=0)
 
     def _ahead(self, tokens: int, expanded: int = 0) -> tuple[int, int | None]:
-        """How many layers of a step of so many tokens are queued at a time, and how many such
-        pieces at most; None: all. expanded: bytes of the latents that are, in a layer."""
+        """Return the number of layers in a piece of a step of so many tokens, and the largest
+        number of pieces at once; None: all.
+
+        expanded: bytes of the latents that a layer expands.
+        """
         layer = tokens * self._layer_bytes + expanded
         if self._unpacks(tokens):
             layer += self._unpacked_bytes
@@ -372,7 +386,8 @@ class FusedDecoder:
 
 
 def _own(inlets: mx.array | None, layer: int) -> list[mx.array]:
-    """What the layer of that number takes of its own, (tokens, width), if it does; see `Intake`."""
+    """Return the layer's own input for each token, one array (tokens, width), or none if there is
+    none; see `Intake`."""
     return [] if inlets is None else [inlets[:, layer]]
 
 
@@ -404,7 +419,7 @@ def _step(  # noqa: PLR0917
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What makes the layers' parts, over the kernels for their shapes."""
+    """Maker of the layers' parts, over the kernels for their shapes."""
 
     attentions: dict[AttentionShape, PagedKernels]
     deltas: dict[DeltaShape, DeltaKernels]
@@ -419,9 +434,10 @@ class _Parts:
         latents: BuildLatents,
         shorts: BuildShort,
     ) -> _Parts:
-        """
+        """Build the kernels for the layers of `common`.
+
         Raises:
-            NotFusable: there are none.
+            NotFusable: there are no kernels for some shape.
         """
         own = common.layers
         attentions = {a.shape: _built(kernels(a.shape)) for a in _one_each(own, Anatomy)}
@@ -434,7 +450,11 @@ class _Parts:
         return _Parts(attentions, recurrences, met, convolutions)
 
     def of(self, anatomy: Surroundings, block: Block, few: ProductKernels | None) -> Part:
-        """block: of the same layer, joined. few: what multiplies few rows, if anything does."""
+        """Return the part of the layer that `anatomy` describes.
+
+        block: the same layer's products, joined. few: kernels that multiply few rows, if the device
+        has any.
+        """
         match anatomy:
             case Anatomy():
                 return AttentionPart.of(anatomy, block, self.attentions[anatomy.shape])
@@ -448,7 +468,7 @@ class _Parts:
 
 
 def _one_each(layers: Sequence[Any], kind: type[A]) -> list[A]:
-    """Of that kind, one of each shape."""
+    """Return the layers of that kind, one of each shape."""
     return list({layer.shape: layer for layer in layers if isinstance(layer, kind)}.values())
 
 
@@ -470,7 +490,7 @@ def _build(
     blocks = []
     for anatomy in common.layers:
         blocks.append(Block.of(anatomy, few))
-        # Before the next layer is joined, so that one alone is there twice.
+        # Evaluated before the next layer is joined, so that only one layer's weights exist twice.
         mx.eval([*anatomy.weights(), *arrays_of(blocks[-1]), common.norm.weight])
         blocks[-1].mlp.compare()
     joints = [Joint.of(*pair, few) for pair in zip(blocks, [*blocks[1:], None], strict=True)]

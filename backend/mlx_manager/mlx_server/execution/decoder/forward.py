@@ -1,4 +1,5 @@
-"""A model on a GPU, run by its fused decoder. Its rows get pages together, for `HORIZON` steps."""
+"""Forward of a model on a GPU by its fused decoder. The rows get pages together, for `HORIZON`
+steps."""
 
 from __future__ import annotations
 
@@ -34,23 +35,26 @@ from mlx_manager.mlx_server.execution.running import HORIZON, ROWS, Batch, Runni
 from mlx_manager.mlx_server.execution.slots import Slots
 from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
-# A step with prompts in it has a multiple of so many tokens: few sizes, for which MLX has buffers
-# when they come again. For another one they are allotted anew, and others are freed: 10 to 20 ms.
+# A step with prompts in it has a multiple of so many tokens. The sizes are few, and MLX reuses the
+# buffers of a size that comes again. For a new size it allocates buffers and frees others: 10 to 20
+# ms.
 GRAIN = 128
-# Or one of these few, for which there are kernels of their own: what is left of a prompt that is
-# known but for its end.
+# Sizes of small steps with prompts, which have kernels of their own. Such a step has the rest of a
+# prompt of which all but the end is cached.
 FEW = (16, 32, 64)
-# A step takes the host as long as the device takes so many of a prompt's tokens.
+# Tokens of a prompt that the device computes in the host's time for a step.
 WORTH = 256
-# A context that is divided among blocks, so that the kernels for that are compiled, too. What a
-# prompt's chunk sees as such a context's end is expanded where latents are.
+# A context that is divided among blocks, so that the kernels for divided contexts are compiled,
+# too. A prompt's chunk at the end of such a context has its latents expanded, if the model has
+# latents.
 LONG = 4096
 
 
 class FusedForward(OnPages):
-    """Steps of running rows alone, in few shapes, and ragged steps with prompts in them.
+    """Forward by the fused decoder: decode steps in few shapes, and ragged steps with prompts in
+    them.
 
-    stores: of all layers, from `decoder`.
+    stores: those of all layers, from `decoder`.
     """
 
     kind: ClassVar[str] = "fused"
@@ -79,7 +83,7 @@ class FusedForward(OnPages):
         self._running = Running(decoder.plan, slots=self._slots_of)
         self.stores = [store for store in stores if isinstance(store, LayerStore)]
         self.prefixes: Prefixes = "snapshot" if self._states else "pages"
-        # Where there is no room for one more, it is made for as many again: see `Slots`.
+        # A full pool of slots grows to twice its size: see `Slots`.
         self.row_bytes = 2 * sum(store.shape.slot_bytes for store in self._states.values())
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -155,9 +159,11 @@ class FusedForward(OnPages):
         self._decoder.keep_packed()
 
     def warm(self, doing: Doing = unheard) -> None:
-        """Compile what is compiled for steps and prompts, which would hold up whoever comes first:
-        kernels for long contexts, crowds of them and of short ones, and what steps that are
-        compiled take of MLX's, 17 s in all the first time on a machine (H200).
+        """Compile all kernels that steps and prompts need, which would otherwise delay the first
+        request.
+
+        These are kernels for long contexts, for batches of long and of short ones, and MLX's own
+        kernels for compiled steps: 17 s in all the first time on a machine (H200).
 
         Writes to the first page; call before there is anything in it.
         """
@@ -173,7 +179,7 @@ class FusedForward(OnPages):
         for rows, length in counted(doing, "its steps are compiled", steps):
             tokens = mx.zeros((rows,), mx.uint32)
             tables = [PageTable([0] * (length // size))] * rows
-            # All the same row, whose states nobody is to have.
+            # All rows have one key, whose state is dropped in the end.
             decode = Decode([chunk.key] * rows, tables, [length] * rows, tokens)
             batch = self._running.begin(decode.keys, decode.tables, decode.lengths)
             step = self._step(tokens, batch)
@@ -191,7 +197,8 @@ class FusedForward(OnPages):
         self._slots.clear()
 
     def _prompted(self, decode: Decode | None, chunk: Chunk) -> None:
-        """A step with a prompt in it, which leaves nothing but what it writes."""
+        """Run a step with a prompt in it, which has no effect but its writes to pages and
+        states."""
         ragged = RaggedStep.of(decode, [chunk], self._page_size, whole)
         slots = self._slots_of(_keys(decode, [chunk]))
         texts = _texts(decode, [chunk], ragged.tokens.size, slots) if slots else None
@@ -202,7 +209,7 @@ class FusedForward(OnPages):
         """Copy a sequence's states, where there are any, and put the copy in another slot.
 
         Raises:
-            RuntimeError: there they are not what they were.
+            RuntimeError: the states in the other slot differ from the copied ones.
         """
         kept = self.snapshot(key)
         if kept is None:
@@ -215,13 +222,13 @@ class FusedForward(OnPages):
             assert mine is not None
             assert own is not None
             mx.eval([mine, own])
-            # By the host, as bytes: that compiles nothing.
+            # The host compares bytes, which compiles nothing.
             if not np.array_equal(np.array(mine.view(mx.uint8)), np.array(own.view(mx.uint8))):
                 raise RuntimeError("states that are put back are not what they were")
         self.forget(other)
 
     def _are_tall(self, rows: int) -> bool:
-        """Whether so many rows of `LONG` tokens are attended by tall blocks."""
+        """Return whether so many rows of `LONG` tokens are attended by tall blocks."""
         splits = self._decoder.plan(np.full(rows, LONG))
         return any(cut.blocks is BlockKind.TALL for cut in splits.values())
 
@@ -235,24 +242,27 @@ class FusedForward(OnPages):
 
 
 def _no_slots(_: Sequence[int]) -> list[int]:
-    """Where there are no recurrent layers."""
+    """Return no slots: the model has no recurrent layers."""
     return []
 
 
 def _keys(decode: Decode | None, chunks: Sequence[Chunk]) -> list[int]:
-    """Of the rows and then the chunks."""
+    """Return the keys of the rows and then of the chunks."""
     return [*(decode.keys if decode else ()), *(chunk.key for chunk in chunks)]
 
 
 def whole(tokens: int) -> int:
-    """What the tokens of a step with prompts in it are padded to."""
+    """Return the number that the tokens of a step with prompts in it are padded to."""
     return next((size for size in FEW if size >= tokens), tokens + -tokens % GRAIN)
 
 
 def _texts(
     decode: Decode | None, chunks: Sequence[Chunk], tokens: int, slots: Sequence[int]
 ) -> Texts:
-    """Of a step of so many tokens, padding included. slots: of the rows and then the chunks."""
+    """Return the spans of a step of so many tokens, padding included, for recurrent layers.
+
+    slots: those of the rows and then of the chunks.
+    """
     counts = [1] * (len(decode.keys) if decode else 0)
     positions = [length - 1 for length in decode.lengths] if decode else []
     counts += [chunk.span.queries for chunk in chunks]

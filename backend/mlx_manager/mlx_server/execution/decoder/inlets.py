@@ -1,4 +1,4 @@
-"""What a layer takes of its own of each token, behind its MLP: see `anatomy.Inlet`."""
+"""Addition of a layer's own input for each token, behind its MLP: see `anatomy.Inlet`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from mlx_manager.mlx_server.execution.decoder.projections import Projection, Sum
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """A gate, and the way back. `own` of its method is one array, (tokens, the gate's outputs)."""
+    """Gate for a layer's own input, and the product back to the residual. The argument `own` of
+    `launches` holds one array, the own input, (tokens, the gate's outputs)."""
 
     gate: Projection
     back: Addition
@@ -28,16 +29,21 @@ class Intake:
     def of(
         inlet: Inlet, few: ProductKernels | None, norm: NormFor, scale: mx.array | None
     ) -> Intake:
-        """Its weights become views, as in `join`. few: what multiplies few rows, if anything does.
-        scale: (1,), of the sum."""
+        """Return the intake of `inlet`, whose weights become views, as in `join`.
+
+        few: kernels that multiply few rows, if the device has any. scale: (1,), the factor of the
+        sum.
+        """
         gate = join([inlet.gate], few)
         return Intake(gate, addition_of(inlet.back, inlet.norm, few, norm, scale))
 
     def launches(
         self, hidden: mx.array, own: Sequence[mx.array], following: Norm | None
     ) -> tuple[list[mx.array], Sum]:
-        """What it launches, but for `hidden` and what is added to it; and that. following: what the
-        next product expects of it."""
+        """Return the intermediate launches and the sum, which is not among them.
+
+        following: the next product's norm, if a part of it is to be done on the way.
+        """
         gate = self.gate.alone(hidden)
         gated = _through_gate(gate, *own)
         made, result = self.back.launches(hidden, gated, following)
@@ -45,8 +51,8 @@ class Intake:
 
     @property
     def token_numbers(self) -> int:
-        """Numbers that are made of a token on the way, without the result; and of its own input, an
-        embedding and a product, and what these make."""
+        """Count of the numbers that are made of a token on the way, without the result, and of the
+        numbers of its own input: an embedding and a product, and the results made of these."""
         width: int = self.gate.weight.shape[-2]
         return 5 * width + self.back.width + self.back.token_numbers
 

@@ -1,7 +1,8 @@
-"""The common decoder on a CPU: the same joined products as on a GPU, and MLX's operations.
+"""Common decoder on a CPU: the same joined products as on a GPU, and MLX's operations.
 
-There a step's time is as much that of its operations, some 10 us each on two busy cores, as that of
-its products. mlx-lm's module takes 150 of them a layer, of which many are views; here it is 60.
+On a CPU a step's time is as much that of its operations, some 10 us each on two busy cores, as that
+of its products. mlx-lm's module takes 150 operations a layer, of which many are views; here a layer
+takes 60.
 """
 
 from __future__ import annotations
@@ -38,15 +39,19 @@ from mlx_manager.mlx_server.execution.forward import (
 )
 
 ByParts = Callable[..., mx.array]
-"""As `in_halves`, or the whole at once."""
+"""Function that computes rows in halves, as `in_halves`, or all at once."""
 
 LEAST_IN_HALVES = 150_000
-"""Numbers that a layer gets, in a step with prompts: 300 tokens of 512. With fewer, and with rows
-alone, whose products take the time that their weights take to be read, too little is saved."""
+"""Smallest size of a layer's input, in a step with prompts, that is computed in halves: 300 tokens
+of 512.
+
+With fewer numbers too little is saved. Rows alone are never halved: their products take the time of
+reading the weights.
+"""
 
 
 class MeanByProduct(nn.RMSNorm):  # type: ignore[misc] # mlx is not typed
-    """An RMS norm whose mean is a product: 8 operations where MLX's own takes 11 on a CPU."""
+    """RMS norm whose mean is a product: 8 operations where MLX's own takes 11 on a CPU."""
 
     def __init__(self, norm: nn.RMSNorm) -> None:
         super().__init__(norm.weight.size, norm.eps)
@@ -63,7 +68,7 @@ class MeanByProduct(nn.RMSNorm):  # type: ignore[misc] # mlx is not typed
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """By how much a step's heads are turned: each (tokens, heads + 2 * kv_heads, dim)."""
+    """Rotation of a step's heads: each array is (tokens, heads + 2 * kv_heads, dim)."""
 
     cosines: mx.array
     sines: mx.array
@@ -74,7 +79,8 @@ class HeadRotation:
 
         y = x * cos + (x @ turn) * sin        where `turn` takes x_j to -y_i and x_i to y_j
 
-    for pairs (i, j) of a head's elements. What is not rotated, v among it, has cos 1 and sin 0.
+    for pairs (i, j) of a head's elements. Elements that are not rotated, all of v among them, have
+    cos 1 and sin 0.
     """
 
     def __init__(
@@ -101,7 +107,7 @@ class HeadRotation:
         mx.eval(self.turn, self._frequencies)
 
     def __call__(self, positions: mx.array) -> Turns:
-        """For tokens at `positions`, (tokens,)."""
+        """Return the rotation of tokens at `positions`, (tokens,)."""
         angles = positions.astype(mx.float32)[:, None, None] * self._frequencies
         cosines, sines = mx.cos(angles), mx.sin(angles)
         if self._amplitudes is not None:
@@ -110,7 +116,8 @@ class HeadRotation:
         return Turns(self._of_heads(cosines, 1.0, factors), self._of_heads(sines, 0.0, factors))
 
     def _of_heads(self, table: mx.array, rest: float, factors: mx.array | None) -> mx.array:
-        """factors: (tokens, 1, 1), what queries are multiplied by, if they are."""
+        """Return `table` for all heads, with `rest` for heads of v. factors: (tokens, 1, 1), those
+        of queries, if there are any."""
         of, (tokens, _, dim) = self._shape, table.shape
         turned = mx.broadcast_to(table, (tokens, of.q_heads + of.kv_heads, dim))
         rest_of_all = mx.full((tokens, of.kv_heads, dim), rest)
@@ -121,7 +128,7 @@ class HeadRotation:
 
 
 class HeadNorms:
-    """RMS norms of the heads of q and k, at once."""
+    """RMS norms of the heads of q and k, computed at once."""
 
     def __init__(self, norms: tuple[nn.RMSNorm, nn.RMSNorm], shape: AttentionShape) -> None:
         q, k = norms
@@ -136,14 +143,15 @@ class HeadNorms:
         mx.eval(self._weights)
 
     def __call__(self, heads: mx.array) -> mx.array:
-        """`heads`, (tokens, heads + 2 * kv_heads, dim), those of v as they are."""
+        """Return `heads`, (tokens, heads + 2 * kv_heads, dim), with q and k normed and v
+        unchanged."""
         turned = mx.fast.rms_norm(heads[:, : self._heads], None, self._epsilon) * self._weights
         return mx.concatenate([turned, heads[:, self._heads :]], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedLayer:
-    """What a step needs of one layer. `kind` numbers the model's kinds of rotation."""
+    """One layer, as a step needs it. `kind` is the number of its kind of rotation in the model."""
 
     block: Block
     head_norms: HeadNorms | None
@@ -185,7 +193,7 @@ class JoinedLayer:
         return by_parts(self.block.after, hidden, attended.reshape(tokens, -1))
 
     def _turned(self, hidden: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
-        """q, k and v, (tokens, heads + 2 * kv_heads, dim)."""
+        """Return q, k and v, (tokens, heads + 2 * kv_heads, dim), normed and rotated."""
         heads = self.block.heads(hidden).reshape(len(hidden), -1, self.shape.head_dim)
         if self.head_norms is not None:
             heads = self.head_norms(heads)
@@ -193,7 +201,7 @@ class JoinedLayer:
 
 
 class JoinedForward(OnPages):
-    """All tokens of a step in one pass, by joined products; made by `join`."""
+    """Forward that runs all tokens of a step in one pass, by joined products; made by `join`."""
 
     kind: ClassVar[str] = "fused"
     abreast: int = ABREAST_ON_CPU
@@ -228,11 +236,13 @@ class JoinedForward(OnPages):
 
 
 def join(model: nn.Module, page_size: int) -> JoinedForward:
-    """The joined form of `model`, which goes on working: its weights become views of the joined
-    ones, a layer at a time. Nothing has been compared yet.
+    """Return the joined form of `model`.
+
+    The model goes on working: its weights become views of the joined ones, a layer at a time.
+    Nothing has been compared yet.
 
     Raises:
-        NotApplicable: the model, or the device, is another.
+        NotApplicable: the model is no such decoder, or the device no CPU.
     """
     if mx.default_device() != mx.cpu:
         raise NotApplicable("a GPU has kernels for it, or operations are cheap")
@@ -257,7 +267,7 @@ def join(model: nn.Module, page_size: int) -> JoinedForward:
             rotations[key] = HeadRotation(common.rotations[kind], anatomy.shape, anatomy.temper)
         number = list(rotations).index(key)
         layers.append(JoinedLayer.of(anatomy, number, rotations[key]))
-        # Before the next layer is joined, so that one alone is there twice.
+        # Evaluated before the next layer is joined, so that only one layer's weights exist twice.
         mx.eval(anatomy.weights())
     return JoinedForward(common, layers, page_size)
 

@@ -1,9 +1,9 @@
-"""A layer of latent attention, where a token keeps one latent vector for all heads.
+"""Layer of latent attention, where a token keeps one latent vector for all heads.
 
 DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model"
-(2024), section 2.1, in the form that takes each head's matrices of keys and values to its queries
-and results, so that heads meet latents as they are. Where a step has many queries for what they
-see, its latents are expanded to keys and values instead.
+(2024), section 2.1, in the form that multiplies queries and results by each head's matrices of keys
+and values, so that heads attend to latents as they are. Where a step has many queries for the
+tokens that they see, its latents are expanded to keys and values instead.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ from mlx_manager.mlx_server.execution.decoder.projections import Projection, joi
 
 @dataclass(frozen=True, slots=True)
 class ByHead:
-    """A matrix of each head. weight: (heads * outputs, inputs), one below the other. few: what
-    multiplies few rows with them, if anything does."""
+    """One matrix for each head.
+
+    weight: (heads * outputs, inputs), one matrix below the other. few: kernels that multiply few
+    rows by the matrices, if there are any.
+    """
 
     weight: Weight
     heads: int
@@ -41,8 +44,11 @@ class ByHead:
 
     @staticmethod
     def of(layer: nn.Module, few: ProductKernels | None) -> ByHead:
-        """layer: a `MultiLinear`, or a quantised one. few: what multiplies few rows, if anything
-        does, and if it serves its weight."""
+        """Return the matrices of `layer`, a `MultiLinear` or a quantised one.
+
+        few: kernels that multiply few rows, if the device has any; kept if they serve the layer's
+        weight.
+        """
         heads = layer.weight.shape[0]
         stored = layer.weight if isinstance(layer, MultiLinear) else packing_of(layer)
         weight = flat(stored)
@@ -50,8 +56,10 @@ class ByHead:
         return ByHead(weight, heads, few if served else None)
 
     def of_rows(self, x: mx.array) -> mx.array:
-        """(heads, tokens, outputs) of (tokens, heads * n), of whose heads the first numbers are
-        taken, as many as there are inputs."""
+        """Return the product (heads, tokens, outputs) with rows `x`, (tokens, heads * n).
+
+        The first numbers of each head are multiplied, as many as a matrix has inputs.
+        """
         tokens = x.shape[0]
         if self.few is not None and tokens <= self.few.most_rows(self.weight):
             return self.few.heads.of_rows(x, self.weight, self.heads)
@@ -59,7 +67,7 @@ class ByHead:
         return self._product(by_head.swapaxes(0, 1))
 
     def to_rows(self, x: mx.array) -> mx.array:
-        """(tokens, heads * outputs) of (heads, tokens, inputs)."""
+        """Return the product (tokens, heads * outputs) with `x`, (heads, tokens, inputs)."""
         tokens = x.shape[1]
         if self.few is not None and tokens <= self.few.most_rows(self.weight):
             return self.few.heads.to_rows(x, self.weight)
@@ -80,17 +88,17 @@ class ByHead:
 
     @property
     def matrices(self) -> mx.array:
-        """(heads, outputs, inputs), dense."""
+        """Dense matrices, (heads, outputs, inputs)."""
         weight = self.weight.dense if isinstance(self.weight, Packed) else self.weight
         return weight.reshape(self.heads, -1, weight.shape[1])
 
     @property
     def outputs(self) -> int:
-        """Of a head."""
+        """Number of outputs of one head's matrix."""
         return self.weight.shape[0] // self.heads
 
     def _product(self, x: mx.array) -> mx.array:
-        """(heads, tokens, outputs) of (heads, tokens, inputs)."""
+        """Return the product (heads, tokens, outputs) with `x`, (heads, tokens, inputs)."""
         parts = [part.reshape(self.heads, -1, part.shape[-1]) for part in arrays_of(self.weight)]
         weight = made_of(self.weight, parts)
         return weight.times(x) if isinstance(weight, Packed) else x @ weight.swapaxes(1, 2)
@@ -98,9 +106,13 @@ class ByHead:
 
 @dataclass(frozen=True, slots=True)
 class LatentPart(Part):
-    """queries: the product behind the rank of their own that they have, if they have one. norms: of
-    that rank, and of latents. absorb, expand: what takes queries to latents, and latents to
-    results."""
+    """Part of a layer of latent attention.
+
+    queries: the product that makes queries of the query latents; None if the layer has no query
+    latents. norms: that of the query latents, or None, and that of the latents. absorb: the
+    matrices that take queries to the latents' space. expand: the matrices that take results out of
+    it.
+    """
 
     block: Block
     queries: Projection | None
@@ -115,8 +127,11 @@ class LatentPart(Part):
     def of(
         latents: Latents, block: Block, kernels: LatentKernels, few: ProductKernels | None
     ) -> LatentPart:
-        """block: of the same layer, joined. kernels: for its shape. few: what multiplies few rows,
-        if anything does."""
+        """Return the part of the layer that `latents` describes.
+
+        block: the same layer's products, joined. kernels: those for the layer's shape. few: kernels
+        that multiply few rows, if the device has any.
+        """
         return LatentPart(
             block=block,
             queries=None if latents.queries is None else join([latents.queries], few),
@@ -130,7 +145,7 @@ class LatentPart(Part):
 
     @property
     def window(self) -> None:
-        """It sees all."""
+        """None: all earlier tokens are seen."""
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -204,7 +219,7 @@ class LatentPart(Part):
         meeting = meeting_of(plan, self.kernels)
         parts, tokens = [], meeting.tokens
         if meeting.absorbed is not None:
-            # With the padding, where nothing comes behind.
+            # The padding is included where no expanded spans come behind.
             own = slice(0, None if meeting.expanded is None else tokens)
             parts.append(self._absorbed(queries[own], rotation[own], pool, meeting.absorbed))
         if meeting.expanded is not None:
@@ -248,8 +263,7 @@ class LatentPart(Part):
     def _written(
         self, heads: mx.array, turns: mx.array, pool: tuple[mx.array, mx.array], slots: mx.array
     ) -> mx.array:
-        """Queries, (tokens, heads * (plain + dims)), when the tokens' own latents have been
-        written."""
+        """Write the tokens' own latents; return the queries, (tokens, heads * (plain + dims))."""
         own, latent = self.norms
         queries = self.kernels.write(
             heads,

@@ -1,4 +1,4 @@
-"""A step through one layer, what comes before the first, and behind the last."""
+"""Parts of a step: each layer, the opening before the first, and the ending behind the last."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ from mlx_manager.mlx_server.execution.decoder.projections import (
 )
 
 Store = LayerStore | StateStore
-"""What a layer's rows keep, on pages or in slots."""
-# Outputs that a product of ours has a multiple of.
+"""Store of a layer: the rows' keys and values on pages, or their states in slots."""
+# Products of ours have a multiple of so many outputs.
 WHOLE = 64
 
 
@@ -62,9 +62,9 @@ class Step:
     tokens: (rows,) uint32, the newest of each row. before: (rows,) int32, tokens of each row before
     that one; 0 for padding, whose logits mean nothing. table: (rows, max_pages) int32; every newest
     token has its page already. pools: each layer's keys and values, written in place, (kv_heads,
-    slots, head_dim), or the pool of a `StateStore`. splits: from `FusedDecoder.plan`. slots:
-    where there are recurrent layers, one, (rows,) int32: each row's. far: whether some row is
-    beyond `FusedDecoder.far_from`.
+    slots, head_dim), or the pool of a `StateStore`. splits: from `FusedDecoder.plan`. slots: one
+    array, (rows,) int32, each row's slot, where there are recurrent layers. far: whether some row
+    is longer than `FusedDecoder.far_from`.
     """
 
     tokens: mx.array
@@ -78,7 +78,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The products of one layer, joined."""
+    """Products of one layer, joined."""
 
     norm: nn.RMSNorm
     qkv: Projection
@@ -92,9 +92,11 @@ class Block:
         few: ProductKernels | None = None,
         norm: NormFor = lambda own: own,
     ) -> Block:
-        """Its weights are joined, and those of the module become views of them: see `join`.
+        """Return the joined products of a layer. The module's weights become views of them: see
+        `join`.
 
-        few: what multiplies few rows, if anything does. norm: what stands for the layer's norms.
+        few: kernels that multiply few rows, if the device has any. norm: returns the norm to use in
+        place of each of the layer's norms.
         """
         around, inlet, scale = anatomy.attention_norms, anatomy.inlet, anatomy.scale_of_sum
         behind = anatomy.mlp_norms.behind if inlet is None else inlet.norm
@@ -110,7 +112,7 @@ class Block:
 
     @property
     def unpacked(self) -> Block:
-        """The same with dense weights for what is packed; see `FewOrMany.unpacked`."""
+        """Copy with dense weights in place of packed ones; see `FewOrMany.unpacked`."""
         return replace(
             self,
             qkv=self.qkv.unpacked,
@@ -125,17 +127,18 @@ class Block:
         return sum(part.unpacked_bytes for part in parts if part is not None)
 
     def heads(self, hidden: Ahead) -> mx.array:
-        """What attention works on, (tokens, (heads + 2 * kv_heads) * dim): q, k and v."""
+        """Return the input of attention, (tokens, (heads + 2 * kv_heads) * dim): q, k and v."""
         return self.qkv.normed(hidden, self.norm)
 
     def expects(self, rows: int) -> tuple[Norm | None, Norm | None]:
-        """What who makes so many rows for `qkv` and `mlp` is to do of their norms."""
+        """Return the norms before `qkv` and before `mlp` of which the maker of so many rows is to
+        do a part; None for a norm that is left whole."""
         if not (self.output.sees_rows or self.mlp.by_groups(rows)):
             return None, None
         return self.qkv.expected(self.norm), self.mlp.expected()
 
     def after(self, hidden: mx.array, attended: mx.array, own: Sequence[mx.array] = ()) -> mx.array:
-        """The layer's result. attended: (tokens, heads * dim). own: see `Intake`."""
+        """Return the layer's result. attended: (tokens, heads * dim). own: see `Intake`."""
         return self.launches_after(hidden, attended, None, own)[1].rows
 
     def launches_after(
@@ -145,7 +148,10 @@ class Block:
         following: Norm | None,
         own: Sequence[mx.array] = (),
     ) -> tuple[list[mx.array], Sum]:
-        """What the layer's result is made from, and that. following: what the next one expects."""
+        """Return the intermediate launches and the layer's result, which is not among them.
+
+        following: the next layer's norm, if a part of it is to be done on the way.
+        """
         _, expected = self.expects(hidden.shape[0])
         before, added = self.output.launches(hidden, attended, expected)
         last = self.intake
@@ -158,14 +164,17 @@ class Block:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for layers whose products are by the same kernels."""
+        """Key that is equal for layers whose products are by the same kernels."""
         return kind_of(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What a joint gives: all that it launches, the layer's result, (rows, width), and the heads of
-    the layer that follows, (rows, (heads + 2 * kv_heads) * dim)."""
+    """Result of a joint.
+
+    launches: all that it launches. result: the layer's result, (rows, width). heads: those of the
+    layer that follows, (rows, (heads + 2 * kv_heads) * dim); None behind the last layer.
+    """
 
     launches: Sequence[mx.array]
     result: mx.array
@@ -174,9 +183,9 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """What lies between a layer's attention and that of the layer that follows, if one does.
+    """Operations between a layer's attention and that of the layer that follows, if one does.
 
-    chain: does it in one launch for few rows, if anything does.
+    chain: the kernel that does them in one launch for few rows, if there is one.
     """
 
     block: Block
@@ -185,7 +194,10 @@ class Joint:
 
     @staticmethod
     def of(block: Block, following: Block | None, few: ProductKernels | None) -> Joint:
-        """few: what multiplies few rows, if anything does."""
+        """Return the joint of `block` and the block that follows.
+
+        few: kernels that multiply few rows, if the device has any.
+        """
         links = [block.output.link(), *block.mlp.links()]
         if block.intake is not None:
             links.append(None)
@@ -199,7 +211,8 @@ class Joint:
     def __call__(
         self, hidden: mx.array, attended: mx.array, own: Sequence[mx.array] = ()
     ) -> Joined:
-        """attended: (rows, heads * dim). own: see `Intake`."""
+        """Return the result of the layer's operations behind attention. attended: (rows, heads *
+        dim). own: see `Intake`."""
         if self.chain is not None and hidden.shape[0] <= self.chain.most_rows:
             chained = self.chain(attended, hidden)
             return Joined(chained, chained[2], None if self.following is None else chained[3])
@@ -214,7 +227,7 @@ class Joint:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for joints whose launches are by the same kernels."""
+        """Key that is equal for joints whose launches are by the same kernels."""
         following = self.following
         if self.chain is None and (
             following is None or not any(following.expects(WarpForm.most_rows))
@@ -225,11 +238,12 @@ class Joint:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the layers of a step share, and what is `before` the next, (rows,) int32.
+    """Arrays that the layers of a step share.
 
-    lengths: (rows or more,) int32, tokens of each row, the newest included; 0 for padding.
-    rotations: of the newest, by kind. inlets: (rows, layers, width), if there are any. slots:
-    (rows,) int32, theirs on pages, -1 for padding; for layers that do not find them by themselves.
+    following: (rows,) int32, `before` of the next step. lengths: (rows or more,) int32, tokens of
+    each row, the newest included; 0 for padding. rotations: those of the newest tokens, by kind.
+    inlets: (rows, layers, width), if there are any. slots: (rows,) int32, the newest tokens' slots
+    on pages, -1 for padding; for layers whose kernels do not find the slots.
     """
 
     following: mx.array
@@ -239,14 +253,17 @@ class Shared:
     inlets: mx.array | None = None
 
     def with_slots(self, table: mx.array, page_size: int) -> Shared:
-        """table: the pages of each row."""
+        """Return a copy with the newest tokens' slots. table: the pages of each row."""
         slots = newest_slots(self.following, table, page_size)
         return replace(self, slots=slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a decode step begins with. `kernel`: does it in one launch, if anything does."""
+    """Beginning of a decode step: embeddings, rotations and lengths.
+
+    kernel: the one that does all of it in one launch, if there is one.
+    """
 
     embed: Callable[[mx.array], mx.array]
     rotations: Sequence[Rotation]
@@ -268,7 +285,7 @@ class Opening:
         return Opening(embed, rotations, inlets, built)
 
     def __call__(self, tokens: mx.array, before: mx.array) -> tuple[mx.array, Shared]:
-        """Embeddings, (rows, width), and what layers share."""
+        """Return the embeddings, (rows, width), and the arrays that layers share."""
         if self.kernel is not None:
             frequencies = [turn.frequencies for turn in self.rotations]
             hidden, following = self.kernel.open(tokens, before, frequencies)
@@ -281,14 +298,17 @@ class Opening:
         return hidden, replace(shared, inlets=self.of_layers(tokens, hidden))
 
     def of_layers(self, tokens: mx.array, hidden: mx.array) -> mx.array | None:
-        """What layers take of their own of `tokens`, if they do; see `Inlets`."""
+        """Return the layers' own inputs for `tokens`, or None if they have none; see `Inlets`."""
         return None if self.inlets is None else self.inlets(tokens, hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What a step ends with. `product`: with the vocabulary, if it is known what is multiplied;
-    else `vocabulary` multiplies, and caps. `capped`: what is done to logits."""
+    """End of a step: the last norm and the product with the vocabulary.
+
+    product: the one with the vocabulary, if its weight is of a known kind; otherwise `vocabulary`
+    multiplies, and caps. capped: returns the logits behind their cap.
+    """
 
     norm: nn.RMSNorm
     product: Head | None
@@ -297,19 +317,22 @@ class Ending:
 
     @staticmethod
     def of(common: Common, few: ProductKernels | None) -> Ending:
-        """few: what multiplies few rows, if anything does."""
+        """Return the ending of `common`.
+
+        few: kernels that multiply few rows, if the device has any.
+        """
         product = head(common.head, common.layers[0].shape.dtype, few)
         return Ending(common.norm, product, common.vocabulary, common.capped)
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """Logits, (rows, vocabulary)."""
+        """Return the logits, (rows, vocabulary)."""
         if self.product is None:
             return self.vocabulary(self.norm(hidden))
         return self.capped(self.product.normed(hidden, self.norm))
 
 
 class Part(ABC):
-    """A layer but for what is its neighbours' or the decoder's: a part as `alike` knows them."""
+    """Layer without its neighbours' and the decoder's arrays: a part as `alike` defines parts."""
 
     __slots__ = ()
 
@@ -318,19 +341,19 @@ class Part(ABC):
     @property
     @abstractmethod
     def kind(self) -> tuple[Any, ...]:
-        """Equal for parts whose launches, but for products, are of the same kernels."""
+        """Key that is equal for parts whose launches, except products, are by the same kernels."""
 
     @property
     @abstractmethod
     def _own_numbers(self) -> int:
-        """Numbers that are made of a token on the way from the first product to the next."""
+        """Count of the numbers that are made of a token between the first product and the next."""
 
     @property
     def token_bytes(self) -> int:
-        """Of all that is made of a token on the way through: queries rotated and what they attend
-        to, and what the products make and are made from."""
+        """Bytes of all arrays that are made of a token on the way through the layer: rotated
+        queries, the result of attention, and the inputs and results of the products."""
         block = self.block
-        # Before and behind the MLP, each with its norm.
+        # Arrays before and behind the MLP, each with its norm.
         hidden = 4 * block.output.width + block.output.token_numbers
         heads = block.qkv.weight.shape[-2] + self._own_numbers
         size: int = block.norm.weight.dtype.size
@@ -340,7 +363,7 @@ class Part(ABC):
     @property
     @abstractmethod
     def unpacked(self) -> Self:
-        """The same with dense weights for what is packed; see `FewOrMany.unpacked`."""
+        """Copy with dense weights in place of packed ones; see `FewOrMany.unpacked`."""
 
     @property
     def unpacked_bytes(self) -> int:
@@ -348,7 +371,7 @@ class Part(ABC):
 
     @abstractmethod
     def store(self, page_size: int, kernels: KernelSet) -> Store:
-        """What its rows keep, nothing as yet. kernels: what reads pages."""
+        """Return the store of the layer's rows, empty as yet. kernels: those that read pages."""
 
     @abstractmethod
     def attend(
@@ -359,8 +382,10 @@ class Part(ABC):
         pool: Sequence[mx.array],
         step: Step,
     ) -> mx.array:
-        """What the output projection takes of each row. heads: what the first product gives.
-        rotation: the number of the layer's."""
+        """Return the input of the output projection for each row.
+
+        heads: the result of the first product. rotation: the number of the layer's rotation.
+        """
 
     def ragged(
         self,
@@ -373,9 +398,11 @@ class Part(ABC):
         unpack: bool,
         own: Sequence[mx.array] = (),
     ) -> mx.array:
-        """The layer's result in a step with prompts in it. hidden: (tokens, width). texts: what
-        recurrent layers take of the plan. own: see `Intake`. unpack: whether weights that are
-        packed are made dense for it."""
+        """Return the layer's result in a step with prompts in it.
+
+        hidden: (tokens, width). texts: the spans of the plan, for recurrent layers. own: see
+        `Intake`. unpack: whether packed weights are made dense for the step.
+        """
         part = self.unpacked if unpack else self
         heads = part.block.heads(hidden)
         attended = part._attend_ragged(heads, rotation, store, plan, texts)
@@ -406,7 +433,10 @@ class AttentionPart(Part):
 
     @staticmethod
     def of(anatomy: Anatomy, block: Block, kernels: PagedKernels) -> AttentionPart:
-        """block: of the same layer, joined. kernels: for its shape."""
+        """Return the part of the layer that `anatomy` describes.
+
+        block: the same layer's products, joined. kernels: those for the layer's shape.
+        """
         return AttentionPart(
             block=block,
             head_norms=anatomy.head_weights,
@@ -459,7 +489,7 @@ class AttentionPart(Part):
         pages = (keys, values, step.table, lengths)
         if rotary.alone:
             queries = self.kernels.rotate_and_write(*fresh, keys, values, lengths, rotary=rotary)
-            # What is written has been, by the layer that these keys and values are of.
+            # The layer whose keys and values these are has written them already.
             dep = shared.following[:1]
             return self.kernels.attend(queries, *pages, dep, **how).reshape(heads.shape)
         attended = self.kernels.attend_fused(*fresh, *pages, rotary=rotary, **how)
@@ -488,7 +518,8 @@ class AttentionPart(Part):
         return self._gated(attended.reshape(heads.shape[0], -1), heads)
 
     def _tempered(self, heads: mx.array, positions: mx.array) -> mx.array:
-        """`heads` of tokens at `positions`, (tokens,), with their queries multiplied."""
+        """Return `heads` of tokens at `positions`, (tokens,), with their queries multiplied by
+        `temper`."""
         if self.temper is None:
             return heads
         of = self.kernels.shape
@@ -497,7 +528,8 @@ class AttentionPart(Part):
         return mx.where(are_queries, heads * factors, heads)
 
     def _gated(self, attended: mx.array, heads: mx.array) -> mx.array:
-        """(tokens, heads * dim), through the gates that lie behind each of `heads`' queries."""
+        """Return `attended`, (tokens, heads * dim), through the gates that lie behind each of
+        `heads`' queries."""
         if not self.rotary.gated:
             return attended
         tokens, columns = heads.shape
@@ -514,7 +546,8 @@ def _through_gates(x: mx.array, gates: mx.array) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class StatePart(Part):
-    """Of a layer whose rows keep a state. weights: what `kernels` take besides."""
+    """Part of a layer whose rows keep a state. weights: those that `kernels` take besides the
+    products'."""
 
     block: Block
     kernels: StateKernels
@@ -559,8 +592,11 @@ class StatePart(Part):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer. `rotation` is the number of its rotation among the decoder's kinds, and `source`
-    that of the store that it works on."""
+    """One layer of the decoder.
+
+    rotation: the number of its rotation among the decoder's kinds. source: the number of the store
+    that the layer reads.
+    """
 
     part: Part
     joint: Joint
@@ -570,19 +606,23 @@ class Layer:
     def attend(
         self, heads: mx.array, shared: Shared, pool: Sequence[mx.array], step: Step
     ) -> mx.array:
-        """(rows, heads * dim). heads: the layer's own, (rows, (heads + 2 * kv_heads) * dim)."""
+        """Return attention's result, (rows, heads * dim). heads: the layer's own, (rows, (heads + 2
+        * kv_heads) * dim)."""
         return self.part.attend(heads, shared, self.rotation, pool, step)
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for layers whose launches are of the same kernels."""
+        """Key that is equal for layers whose launches are by the same kernels."""
         return (*self.part.kind, *self.joint.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """A layer, with all that tells it from others of its `kind`, a number: `arrays` and the number
-    of its `rotation`, and that of its store, `source`."""
+    """Layer of a step with prompts, with everything that distinguishes it from others of its kind.
+
+    kind: a number. arrays: those of `part`. rotation: the number of its rotation. source: the
+    number of its store.
+    """
 
     part: Part
     kind: int
@@ -612,10 +652,10 @@ class Repeated:
         arrays: Sequence[mx.array],
         pages: Sequence[mx.array],
     ) -> tuple[mx.array, mx.array]:
-        """The result of any layer of this kind, and what is `written` then.
+        """Return the result of any layer of this kind, and `written` of its store.
 
-        own_inputs: see `Intake`. arrays, pages: that layer's, and its store's. texts, unpack: see
-        `Part.ragged`.
+        own_inputs: see `Intake`. arrays, pages: those of that layer, and of its store. texts,
+        unpack: see `Part.ragged`.
         """
         own = store.alike(pages)
         part = made_of(self.part, arrays)

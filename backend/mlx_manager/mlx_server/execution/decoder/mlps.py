@@ -1,4 +1,4 @@
-"""What a layer does behind its attention, and the norm before it."""
+"""MLPs of a layer, or their replacements, with the norm before them."""
 
 from __future__ import annotations
 
@@ -43,24 +43,27 @@ from mlx_manager.mlx_server.execution.decoder.projections import (
 
 
 class Mlp(ABC):
-    """`hidden` plus what the layer makes of its norm."""
+    """A layer's MLP behind its norm, added to the residual."""
 
     __slots__ = ()
 
     @abstractmethod
     def launches(self, added: Sum, following: Norm | None) -> tuple[list[mx.array], Sum]:
-        """What it launches, but for the result; and that. added: what attention gave, added up.
-        following: what the next product expects of the result."""
+        """Return the intermediate launches and the result, which is not among them.
+
+        added: the residual with attention's result. following: the norm of which the next product
+        expects a part to be done.
+        """
 
     @property
     @abstractmethod
     def token_numbers(self) -> int:
-        """Numbers that are made of a token on the way, without the result."""
+        """Count of the numbers that are made of a token on the way, without the result."""
 
     @property
     def unpacked(self) -> Self:
-        """The same with dense weights for what is packed, where many rows are multiplied sooner
-        so; see `FewOrMany.unpacked`."""
+        """Copy with dense weights in place of packed ones, where that multiplies many rows faster;
+        see `FewOrMany.unpacked`."""
         return self
 
     @property
@@ -68,24 +71,25 @@ class Mlp(ABC):
         return 0
 
     def by_groups(self, rows: int) -> bool:
-        """Whether it multiplies so many by warpgroups."""
+        """Return whether so many rows are multiplied by warpgroups."""
         return False
 
     def compare(self) -> None:  # noqa: B027 most have nothing to find out
-        """Find out what multiplies many rows soonest, where that is not known."""
+        """Find out the fastest way to multiply many rows, where that is not known."""
 
     def expected(self) -> Norm | None:
-        """What who makes few rows may do a part of."""
+        """Return the norm of which the maker of few rows may do a part; None if it may not."""
         return None
 
     def links(self) -> list[Link | None]:
-        """Its products, as parts of a chain, if they may be."""
+        """Return the MLP's products as parts of a chain; an entry is None where that is
+        impossible."""
         return [None]
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp(Mlp):
-    """`activation` of gate and up, and the way down."""
+    """MLP of `activation(gate, up)` and a down projection."""
 
     norm: nn.RMSNorm
     gate_up: Projection
@@ -122,7 +126,7 @@ class GatedMlp(Mlp):
 
 @dataclass(frozen=True, slots=True)
 class RoutedMlp(Mlp):
-    """Experts, by kernels of ours."""
+    """Experts, multiplied by kernels of ours."""
 
     norm: Norm
     experts: Experts
@@ -133,8 +137,8 @@ class RoutedMlp(Mlp):
         return made, Sum.alone(result)
 
     def alone(self, hidden: mx.array) -> list[mx.array]:
-        """What the experts make of `hidden`'s rows, which are not added, behind what it launches
-        for that."""
+        """Return the launches of the experts alone. The last one is the experts' result for the
+        rows of `hidden`, without the residual."""
         return self.kernels(hidden, self.norm, self.experts, alone=True)
 
     def compare(self) -> None:
@@ -149,8 +153,11 @@ class RoutedMlp(Mlp):
 
 @dataclass(frozen=True, slots=True)
 class AddedBesideExperts(Addition):
-    """What the product gives, and what experts make of the residual: each behind its own of
-    `norms`, added up, and added behind a norm of the sum. scale: as in `NormedAndAdded`."""
+    """Addition of an MLP's result and of experts' result for the residual.
+
+    Each result goes through its own of `norms`; the sum of both is added to the residual behind
+    `norm`. scale: as in `NormedAndAdded`.
+    """
 
     routed: RoutedMlp
     norms: tuple[nn.RMSNorm, nn.RMSNorm]
@@ -181,12 +188,14 @@ def mlp_of(
     norm_for: NormFor,
     scale: mx.array | None = None,
 ) -> Mlp:
-    """Weights are joined, and those of the module become views of them: see `join`.
+    """Return the MLP that `anatomy` describes. The module's weights become views of the joined
+    ones: see `join`.
 
-    norms: around it. few: what multiplies few rows, if anything does. scale: (1,), of the result.
+    norms: those around the MLP. few: kernels that multiply few rows, if the device has any. scale:
+    (1,), the factor of the result.
 
     Raises:
-        NotFusable: there are experts, and nothing multiplies them, or a norm is behind them alone.
+        NotFusable: no kernels multiply the experts, or a norm is behind experts alone.
     """
     match anatomy:
         case Gates():
@@ -249,10 +258,10 @@ def _routed(anatomy: Routes, norm: nn.RMSNorm, few: ProductKernels | None) -> Ro
 
 
 class _Joined:
-    """Arrays of a layer's experts, lazily, those that all rows share behind the others.
+    """Arrays of a layer's experts, joined lazily, the shared experts behind the others.
 
     gates_and_ups: (2, experts, inner, ...). down: (experts, width, ...). router: (experts, width),
-    without the shared if these have no gate. times: how many are shared.
+    without the shared experts if these have no gate. times: the number of shared experts.
     """
 
     def __init__(self, anatomy: Routes) -> None:
@@ -277,7 +286,7 @@ class _Joined:
         return mx.concatenate([experts, shared.reshape(self.times, *experts.shape[1:])])
 
     def hand_back(self) -> None:
-        """The module's weights become views of these."""
+        """Make the module's weights views of the joined arrays."""
         of, shared = self._anatomy, self._shared
         for number, layer in enumerate(of.gate_up):
             _give(
@@ -290,7 +299,7 @@ class _Joined:
             last = [part[number, -self.times :] for part in self.gates_and_ups]
             _give(layer, [part.reshape(-1, part.shape[-1]) for part in last])
         if self.times == 1:
-            # Of others lines would be in pieces.
+            # With several shared experts, each line of the view would be in pieces.
             _give(shared.down, [part[-1] for part in self.down])
 
 
@@ -304,7 +313,8 @@ def _give(layer: nn.Module, arrays: list[mx.array]) -> None:
 
 
 def _biases(anatomy: Routes, dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
-    """As `Experts` has them: all three layers have some, or none has."""
+    """Return the biases as `Experts` has them, or None: all three layers have biases, or none
+    has."""
     if "bias" not in anatomy.down:
         return None
     gates, ups, downs = (
@@ -314,11 +324,11 @@ def _biases(anatomy: Routes, dtype: mx.Dtype) -> tuple[mx.array, mx.array] | Non
 
 
 def stored_in(layer: nn.Module) -> Weight:
-    """A layer's weight as it is stored: of experts (experts, outputs, ...)."""
+    """Return a layer's weight as it is stored; that of experts is (experts, outputs, ...)."""
     is_packed = isinstance(layer, nn.QuantizedLinear | QuantizedSwitchLinear)
     return packing_of(layer) if is_packed else layer.weight
 
 
 def flat(weight: Weight) -> Weight:
-    """Experts' `weight`, one expert below the other."""
+    """Return the experts' `weight` with one expert below the other."""
     return made_of(weight, [part.reshape(-1, part.shape[-1]) for part in arrays_of(weight)])

@@ -23,15 +23,15 @@ from mlx_manager.mlx_server.execution.decoder.mlps import flat, stored_in
 from mlx_manager.mlx_server.execution.decoder.projections import packing_of
 
 _PACKED = (nn.QuantizedLinear, QuantizedSwitchLinear)
-# Of pages; the answer does not depend on it.
+# Tokens a page; the answer does not depend on it.
 _PAGE_SIZE = 16
 
 
 def multiplies_packed(model: nn.Module) -> bool:
-    """Whether the default device has kernels for few rows and `model`'s weights as they are packed,
-    as far as they are: of a common decoder that is stored so."""
+    """Return whether `model` is a common decoder with packed weights, and the default device has
+    kernels for few rows that take these weights packed."""
     packed = any(isinstance(module, _PACKED) for _, module in model.named_modules())
-    # The device is asked first: to take a decoder to pieces computes a little.
+    # The device is asked first: taking a decoder to pieces computes a little.
     if not packed or isinstance(cuda_device(), Unsupported):
         return False
     try:
@@ -42,17 +42,19 @@ def multiplies_packed(model: nn.Module) -> bool:
 
 
 def are_served(common: Common) -> bool:
-    """Whether there are kernels for all of a decoder's layers and its head as they are packed.
+    """Return whether there are kernels for all packed weights of a decoder's layers and its head.
 
-    Where there are experts, some may be packed and others not, and each in its own way. A layer
-    without is multiplied in one launch if all are packed alike, and is worth it then.
+    Where there are experts, some layers may be packed and others not, each in its own way. A
+    decoder without experts is served if all its weights are packed alike: then a layer is
+    multiplied in one launch, which is worth it.
     """
     found: list[Weight | None] = [_packed(common.head)]
     joined: list[Weight | None] = []
     experts: list[Weight] = []
     for anatomy in common.layers:
         found.append(_packed(anatomy.output))
-        # Others than those of common attention are joined to as many outputs as there must be.
+        # Projections of layers other than common attention are joined, and padded to as many
+        # outputs as the kernels need.
         first = found if isinstance(anatomy, Anatomy) else joined
         first += [_packed(layer) for layer in anatomy.qkv]
         if isinstance(anatomy, Latents) and anatomy.queries is not None:

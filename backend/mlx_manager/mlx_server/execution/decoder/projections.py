@@ -1,4 +1,4 @@
-"""What hidden states are multiplied with, projections of the same input joined."""
+"""Products of hidden states with weights; projections of the same input are joined."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
 )
 
 MOST_PACKED = 8
-"""Rows that are multiplied by packed weights where dense ones are there, too: steps of an 8B with
-1, 8 and 32 rows take 1.90, 2.77 and 5.09 ms by integers of 4 bits, and 4.04, 4.21 and 4.60 by
-bfloat16 (H200)."""
+"""Largest number of rows that are multiplied by packed weights where dense ones exist beside them.
+
+Steps of an 8B with 1, 8 and 32 rows take 1.90, 2.77 and 5.09 ms by integers of 4 bits, and 4.04,
+4.21 and 4.60 by bfloat16 (H200).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """Rows that the norm before a product has been applied to, (rows, inputs)."""
+    """Rows behind the norm of the next product, (rows, inputs)."""
 
     rows: mx.array
 
@@ -43,13 +45,13 @@ class Normed:
 
 
 Ahead = mx.array | Scaled | Normed
-"""What a product behind a norm takes: rows as they are, or as their maker leaves them: `Scaled` if
-it did what was `expected`, or `Normed`."""
+"""Input of a product behind a norm: plain rows, `Scaled` rows whose maker has done the `expected`
+part of the norm, or `Normed` rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A sum, (rows, width), and what the product behind it takes of it."""
+    """Sum, (rows, width), and the input that the next product takes of it."""
 
     rows: mx.array
     ahead: Ahead
@@ -60,8 +62,12 @@ class Sum:
 
 
 class FewOrMany(ABC):
-    """What multiplies few rows by kernels of ours, which do on the way what stands around a
-    product, where `few` is there to; and many by MLX. `bias` is (outputs,)."""
+    """Product that multiplies few rows by kernels of ours, where there are some (`few`), and many
+    by MLX.
+
+    The kernels of ours also do the norm, activation or addition around a product. `bias` is
+    (outputs,).
+    """
 
     __slots__ = ()
 
@@ -71,13 +77,13 @@ class FewOrMany(ABC):
     @property
     @abstractmethod
     def factor(self) -> Weight:
-        """The weight as `few` takes it."""
+        """Weight as `few` takes it."""
 
     @property
     @abstractmethod
     def unpacked(self) -> Projection:
-        """The same with dense weights, if it has none, which take `unpacked_bytes` for as long as
-        the products with them: what MLX multiplies many rows by sooner."""
+        """Copy with dense weights, by which MLX multiplies many rows faster; the product itself if
+        it has none. Dense weights take `unpacked_bytes` while the products with them run."""
 
     @property
     def unpacked_bytes(self) -> int:
@@ -88,23 +94,23 @@ class FewOrMany(ABC):
 
     @abstractmethod
     def _sum(self, residual: mx.array, x: mx.array) -> mx.array:
-        """`residual` plus the product with `x`."""
+        """Return `residual` plus the product with `x`."""
 
     def alone(self, x: mx.array) -> mx.array:
-        """The product with `x`."""
+        """Return the product with `x`."""
         if self.few is not None and x.shape[0] <= self.few.most_rows(self.factor):
             return self.few.multiply(x, self.factor, bias=self.bias)
         return self._product(x)
 
     def normed(self, x: Ahead, norm: nn.RMSNorm) -> mx.array:
-        """The product with `norm(x)`."""
+        """Return the product with `norm(x)`."""
         if self.few is not None and x.shape[0] <= self.few.most_rows(self.factor):
             rows, left = _left_to_do(x, norm)
             return self.few.multiply(rows, self.factor, norm=left, bias=self.bias)
         return self._product(_normed(x, norm))
 
     def gated(self, x: Ahead, norm: nn.RMSNorm, activation: Activation) -> mx.array:
-        """`activation` of gate and up, the halves of the product with `norm(x)`."""
+        """Return `activation` of gate and up, the halves of the product with `norm(x)`."""
         if self.few is None:
             return _gate(self._product(_normed(x, norm)), activation)
         if x.shape[0] > self.few.most_gated_rows(self.factor):
@@ -113,15 +119,19 @@ class FewOrMany(ABC):
         return self.few.gated(rows, self.factor, norm=left, bias=self.bias, activation=activation)
 
     def by_groups(self, rows: int) -> bool:
-        """Whether `gated` multiplies so many by warpgroups."""
+        """Return whether `gated` multiplies so many rows by warpgroups."""
         return self.few is not None and self.few.gates_by_groups(self.factor, rows)
 
     def expected(self, norm: nn.RMSNorm) -> Norm | None:
-        """`norm`, before this product, as who makes its few rows may do a part of it."""
+        """Return `norm`, which is before this product, for the maker of few rows, who may do a part
+        of it; None if the kernels are absent."""
         return None if self.few is None else norm_of(norm)
 
     def added_to(self, residual: mx.array, x: mx.array, following: Norm | None) -> Sum:
-        """`residual` plus the product with `x`. following: what the next product expects of it."""
+        """Return `residual` plus the product with `x`.
+
+        following: the next product's norm, if a part of it is to be done on the way.
+        """
         few, bias = self.few, self.bias
         if few is None or x.shape[0] > few.most_rows(self.factor):
             return Sum.alone(self._sum(residual, x))
@@ -132,8 +142,11 @@ class FewOrMany(ABC):
     def link(
         self, norm: nn.RMSNorm | None = None, activation: Activation = Activation.SILU
     ) -> Link | None:
-        """The product with `norm(x)`, or with `x`, as a part of a chain, if it may be one.
-        activation: of gates and ups."""
+        """Return the product with `norm(x)`, or with `x`, as a part of a chain; None if it cannot
+        be one.
+
+        activation: that of gates and ups.
+        """
         if self.few is None:
             return None
         return Link(self.factor, self.bias, None if norm is None else norm_of(norm), activation)
@@ -141,10 +154,9 @@ class FewOrMany(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Dense(FewOrMany):
-    """`weight` is (outputs, inputs).
+    """Product with a dense weight, (outputs, inputs).
 
-    `transposed` is a view of `weight`: one that is made at each product is a microsecond of the
-    host's.
+    `transposed` is a view of `weight`: making one at each product takes the host a microsecond.
     """
 
     weight: mx.array
@@ -154,7 +166,10 @@ class Dense(FewOrMany):
 
     @staticmethod
     def of(weight: mx.array, bias: mx.array | None, few: ProductKernels | None) -> Dense:
-        """few: what multiplies few rows, if anything does, and if it serves `weight`."""
+        """Return the product with `weight`.
+
+        few: kernels that multiply few rows, if the device has any; kept if they serve `weight`.
+        """
         return Dense(weight, weight.T, bias, _if_served(few, weight))
 
     @property
@@ -177,7 +192,7 @@ class Dense(FewOrMany):
 
 @dataclass(frozen=True, slots=True)
 class Quantized(FewOrMany):
-    """`packed` is as `mx.quantized_matmul` takes it."""
+    """Product with a packed weight, as `mx.quantized_matmul` takes it."""
 
     packed: Packed
     bias: mx.array | None
@@ -185,7 +200,10 @@ class Quantized(FewOrMany):
 
     @staticmethod
     def of(packed: Packed, bias: mx.array | None, few: ProductKernels | None) -> Quantized:
-        """few: what multiplies few rows, if anything does, and if it serves `packed`."""
+        """Return the product with `packed`.
+
+        few: kernels that multiply few rows, if the device has any; kept if they serve `packed`.
+        """
         return Quantized(packed, bias, _if_served(few, packed))
 
     @property
@@ -217,8 +235,8 @@ class Quantized(FewOrMany):
 
 @dataclass(frozen=True, slots=True)
 class Twofold:
-    """A weight that is there twice: few rows are multiplied as it is packed, which is read sooner,
-    and more by dense numbers. For the methods, see `FewOrMany`."""
+    """Product with a weight that is stored twice. Few rows are multiplied by the packed one, which
+    is read faster, and more rows by the dense one. For the methods, see `FewOrMany`."""
 
     packed: Quantized
     dense: Dense
@@ -263,7 +281,8 @@ class Twofold:
 
 
 class OneProduct(ABC):
-    """What is made of nothing but its product. For the methods, see `FewOrMany`."""
+    """Product without kernels of ours: norm, activation and addition are operations of their own.
+    For the methods, see `FewOrMany`."""
 
     __slots__ = ()
 
@@ -304,7 +323,8 @@ class OneProduct(ABC):
 
 @dataclass(frozen=True, slots=True)
 class OfItsOwn(OneProduct):
-    """A layer whose weight lies in memory in a way of its own, and which multiplies by itself."""
+    """Product with a layer whose weight is stored in a layout of its own, and which multiplies by
+    itself."""
 
     layer: nn.Linear
 
@@ -332,18 +352,18 @@ def _if_served(few: ProductKernels | None, weight: Weight) -> ProductKernels | N
 
 
 def norm_of(norm: nn.RMSNorm) -> Norm:
-    """As the kernels take it."""
+    """Return the norm as the kernels take it."""
     return Norm(norm.weight, norm.eps)
 
 
 def _normed(x: Ahead, norm: nn.RMSNorm) -> mx.array:
-    """`norm(x)`, unless that has been done."""
+    """Return `norm(x)`, or the rows of `x` if the norm has been applied already."""
     rows: mx.array = x.rows if isinstance(x, Normed) else norm(x)
     return rows
 
 
 def _left_to_do(x: Ahead, norm: nn.RMSNorm) -> tuple[mx.array | Scaled, Norm | None]:
-    """What the kernels take of `x`, and what of `norm` is left to them."""
+    """Return the rows that the kernels take of `x`, and the norm if it is left to the kernels."""
     return (x.rows, None) if isinstance(x, Normed) else (x, norm_of(norm))
 
 
@@ -368,9 +388,11 @@ def _geglu(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def join(linears: Sequence[nn.Module], few: ProductKernels | None, multiple: int = 1) -> Projection:
-    """One product for several of the same input. Their weights become views of the joined ones,
-    lazily: both are there until `Anatomy.weights` are evaluated. The outputs are a multiple of
-    `multiple`, filled up by zeros."""
+    """Return one product for several layers of the same input.
+
+    The layers' weights become views of the joined ones, lazily: both exist until `Anatomy.weights`
+    are evaluated. The outputs are filled up by zeros to a multiple of `multiple`.
+    """
     first = linears[0]
     joined = dict(first)
     lacking = -sum(linear.weight.shape[0] for linear in linears) % multiple
@@ -391,7 +413,7 @@ def join(linears: Sequence[nn.Module], few: ProductKernels | None, multiple: int
 
 
 def packing_of(layer: nn.Module) -> Packed:
-    """layer: a quantised one, of experts too."""
+    """Return the packed weight of a quantised layer, which may be one of experts."""
     return Packed(
         layer.weight,
         layer.scales,
@@ -403,21 +425,24 @@ def packing_of(layer: nn.Module) -> Packed:
 
 
 def table_of(embed: nn.Module) -> Weight | None:
-    """The embeddings, if they are looked up and no more."""
+    """Return the weight of the embeddings, or None if they are more than looked up."""
     if type(embed) is nn.QuantizedEmbedding:
         return packing_of(embed)
     return embed.weight if type(embed) is nn.Embedding else None
 
 
 def _kept(layer: nn.Module) -> Packed:
-    """What a dense layer was made of, if it has that, too."""
+    """Return the packed weight that a dense layer was made from and keeps."""
     arrays = (layer.packed, layer.packed_scales, layer.packed_biases)
     return Packed(*arrays, layer.group_size, layer.bits)
 
 
 def head(layer: nn.Module, dtype: mx.Dtype, few: ProductKernels | None) -> Head | None:
-    """The product with the vocabulary, if it is a plain one of `dtype`, or a quantised one. layer:
-    what has the weight, perhaps the embedding."""
+    """Return the product with the vocabulary, or None if it is neither quantised nor a plain one of
+    `dtype`.
+
+    layer: the module that has the weight, perhaps the embedding.
+    """
     if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
         return Quantized.of(packing_of(layer), layer.get("bias"), few)
     if type(layer) in (nn.Linear, nn.Embedding) and layer.weight.dtype == dtype:
@@ -435,8 +460,8 @@ def _dense(layer: nn.Linear | nn.Embedding, few: ProductKernels | None) -> Dense
 
 
 def _below(parts: Sequence[mx.array], lacking: int) -> mx.array:
-    """`parts`, one below the other, and so many rows of zeros; in memory by columns where the first
-    of them is."""
+    """Return `parts` one below the other, and so many rows of zeros; column by column in memory if
+    the first part is."""
     first = parts[0]
     if lacking:
         parts = [*parts, mx.zeros((lacking, *first.shape[1:]), first.dtype)]
