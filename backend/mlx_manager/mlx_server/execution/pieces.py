@@ -1,4 +1,4 @@
-"""A pass in pieces, so that a GPU's memory need not hold all its arrays at once."""
+"""Division of a pass into pieces, so that a GPU's memory need not hold all its arrays at once."""
 
 from __future__ import annotations
 

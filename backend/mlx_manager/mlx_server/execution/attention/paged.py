@@ -330,7 +330,7 @@ class StepPlan:
         if window is not None:
             visible &= places >= (last - window)[:, None]
         source, keys = Numbers(table), int(last.max())
-        # Computed once for all layers, and only where it is used.
+        # The mask is lazy: it is computed once for all layers, and only where it is used.
         hidden = mx.where(mx.array(visible.reshape(-1, 1, pages, 1, size)), 0.0, -mx.inf)
         visible = visible[:, :keys]
         mask = None if visible.all() else mx.array(visible[:, None, None])
@@ -340,7 +340,7 @@ class StepPlan:
 
     @cached_property
     def table(self) -> Numbers:
-        """(rows, n) the pages of all spans, padded to the longest."""
+        """Pages of all spans, (rows, n), padded to the longest."""
         return Numbers(padded_table(self.spans, self.page_size))
 
     def dense_mask(self, window: int | None) -> mx.array:
@@ -656,7 +656,7 @@ def _attend_with(  # noqa: PLR0917
         return parts
     match kernels.chunks(shape):
         case Unsupported():
-            # The launch that made the queries may be the one that wrote the pages.
+            # The launch that made the queries may also have written the pages: read after it.
             store.read_after(queries)
             groups = of_spans(plan).groups(window, decoding=False)
             parts += [

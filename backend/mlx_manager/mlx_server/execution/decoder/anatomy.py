@@ -513,7 +513,7 @@ class Anatomy(Surroundings):
             scale=_first_of(attention, _SCALES),
             softcap=getattr(attention, "attn_logit_softcapping", None),
             window=window,
-            # As the kernels take it.
+            # float32, as the kernels take sinks.
             sinks=attention.sinks.astype(mx.float32) if "sinks" in attention else None,
             temper=temper,
             inlet=inlet,

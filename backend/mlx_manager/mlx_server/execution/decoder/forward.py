@@ -132,7 +132,7 @@ class FusedForward(OnPages):
         slot = self._slots.known(key)
         if slot is None:
             return None
-        # The next step writes there.
+        # Queued now, since the next step writes to the slot.
         kept = Snapshot([list(store.kept(slot)) for store in self._states.values()])
         mx.async_eval(kept.leaves)  # type: ignore[no-untyped-call]
         return kept

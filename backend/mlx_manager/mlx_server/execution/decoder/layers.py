@@ -211,8 +211,10 @@ class Joint:
     def __call__(
         self, hidden: mx.array, attended: mx.array, own: Sequence[mx.array] = ()
     ) -> Joined:
-        """Return the result of the layer's operations behind attention. attended: (rows, heads *
-        dim). own: see `Intake`."""
+        """Return the result of the layer's operations behind attention.
+
+        attended: (rows, heads * dim). own: see `Intake`.
+        """
         if self.chain is not None and hidden.shape[0] <= self.chain.most_rows:
             chained = self.chain(attended, hidden)
             return Joined(chained, chained[2], None if self.following is None else chained[3])
@@ -518,8 +520,8 @@ class AttentionPart(Part):
         return self._gated(attended.reshape(heads.shape[0], -1), heads)
 
     def _tempered(self, heads: mx.array, positions: mx.array) -> mx.array:
-        """Return `heads` of tokens at `positions`, (tokens,), with their queries multiplied by
-        `temper`."""
+        """Return `heads` of tokens at `positions`, (tokens,), with the queries among them
+        multiplied by `temper`'s factors."""
         if self.temper is None:
             return heads
         of = self.kernels.shape
@@ -595,7 +597,7 @@ class Layer:
     """One layer of the decoder.
 
     rotation: the number of its rotation among the decoder's kinds. source: the number of the store
-    that the layer reads.
+    that it works on.
     """
 
     part: Part
@@ -606,8 +608,10 @@ class Layer:
     def attend(
         self, heads: mx.array, shared: Shared, pool: Sequence[mx.array], step: Step
     ) -> mx.array:
-        """Return attention's result, (rows, heads * dim). heads: the layer's own, (rows, (heads + 2
-        * kv_heads) * dim)."""
+        """Return attention's result, (rows, heads * dim).
+
+        heads: the layer's own, (rows, (heads + 2 * kv_heads) * dim).
+        """
         return self.part.attend(heads, shared, self.rotation, pool, step)
 
     @property

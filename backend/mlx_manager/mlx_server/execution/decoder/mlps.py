@@ -43,7 +43,7 @@ from mlx_manager.mlx_server.execution.decoder.projections import (
 
 
 class Mlp(ABC):
-    """A layer's MLP behind its norm, added to the residual."""
+    """MLP of a layer behind its norm, added to the residual."""
 
     __slots__ = ()
 
