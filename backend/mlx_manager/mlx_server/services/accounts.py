@@ -1,4 +1,4 @@
-"""What each API key has used of what it may, and whose turn it is."""
+"""Usage and rate limits of each API key, and the queue for its concurrent requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Where a key stands: `limit` units a minute, `left` of them, all again in `reset` seconds."""
+    """State of a limit: `limit` units a minute, `left` of them, full again in `reset` seconds."""
 
     unit: str
     limit: int
@@ -77,10 +77,10 @@ class Account:
         ]
 
     def priority(self, asked: int) -> int:
-        """What a request goes by that asks for `asked`.
+        """Return the priority of a request that asks for `asked`; lower is more urgent.
 
-        0 is also that of all who ask for none; a key that may not be so urgent goes by its most
-        urgent one then.
+        0 is also the priority of requests that ask for none. A key that is not allowed 0 gets its
+        most urgent permitted priority instead.
         """
         first = self.key.limits.priority
         return asked if asked != 0 or first is None else max(0, first)
@@ -100,7 +100,7 @@ class Account:
             )
 
     def observers(self) -> tuple[TokenCounter, ...]:
-        """Who must watch the key's calls."""
+        """Return the observers that the key's calls need."""
         bucket = self._buckets.get("tokens")
         return () if bucket is None else (TokenCounter(bucket),)
 
@@ -133,11 +133,11 @@ class Account:
 
 
 UNLIMITED = Account(ApiKey("", ""))
-"""Of calls without a key: it has no limits, and so no state."""
+"""Account of calls without a key: no limits, and so no state."""
 
 
 class TokenCounter:
-    """An observer that takes what calls use from a bucket, also of those that are cancelled."""
+    """Observer that takes the tokens of calls from a bucket, cancelled calls included."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -152,7 +152,11 @@ class TokenCounter:
 
 
 class TokenCount:
-    """A prompt is taken as soon as its length is known, so that the next request meets its cost."""
+    """Token count of one call.
+
+    A prompt's tokens are taken from the bucket as soon as their number is known, so that the next
+    request finds them used.
+    """
 
     def __init__(self, bucket: Bucket, requests: Sequence[GenerationRequest]) -> None:
         self._bucket = bucket
@@ -161,10 +165,10 @@ class TokenCount:
         self._finished: dict[int, Finished] = {}
 
     def loading(self) -> None:
-        """The model's load costs the key nothing."""
+        """Do nothing: the load of a model costs the key nothing."""
 
     def leased(self) -> None:
-        """Nor does its being there."""
+        """Do nothing: a loaded model costs the key nothing."""
 
     def add(self, step: Progress) -> None:
         for row, events in step:
@@ -177,19 +181,22 @@ class TokenCount:
 
     @property
     def drawn(self) -> int:
-        """Tokens of all answers, also of those that nobody has read."""
+        """Return the tokens drawn for all answers, those that nobody has read included."""
         return sum(
             self._finished[row].usage.completion_tokens if row in self._finished else start.drawn()
             for row, start in self._started.items()
         )
 
     def _is_first_of_its_prompt(self, row: int) -> bool:
-        """The n answers to a prompt share the very object; it is counted once."""
+        """Return whether the row is the first of its prompt, which is counted once.
+
+        The n answers to a prompt share one prompt object.
+        """
         return row == 0 or self._requests[row].prompt is not self._requests[row - 1].prompt
 
 
 class Accounts:
-    """Finds the account of whoever presents a secret."""
+    """Accounts of all keys, found by the secret that a caller presents."""
 
     def __init__(self, rules: AccessRules, clock: Clock = time.monotonic) -> None:
         """

@@ -1,7 +1,7 @@
-"""Who had which model answer when, and at what cost: a record of every call, never its content.
+"""Audit log: caller, model, time, cost and outcome of every call, never its content.
 
-Kept in SQLite for a while, the oldest going first. Written by a thread of its own: no answer waits
-for the disk, and none fails because of it.
+Kept in SQLite for a limited time; the oldest entries are removed first. Written by a
+thread of its own: no answer waits for the disk, and none fails because of it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class AuditLog:
         self._writer.start()
 
     def put(self, record: CallRecord) -> None:
-        """Have it written. Never waits, never fails."""
+        """Queue a record for writing. Never waits, never fails."""
         self._inbox.put(record)
 
     async def entries(
@@ -108,9 +108,10 @@ class AuditLog:
         limit: int = 100,
         before: int | None = None,
     ) -> list[AuditEntry]:
-        """The last `limit` calls that came at `since` or later, of one key or all, newest first.
+        """Return the last `limit` calls since `since`, of one key or all, newest first.
 
-        before: of those alone that were written before the one of this id.
+        since: earliest arrival, in seconds since 1970. before: id of an entry; only entries written
+        before it are returned.
 
         Raises:
             StorageFailed: the file can't be read.
@@ -121,7 +122,7 @@ class AuditLog:
         return await self._database.call(self._entries, since, key, limit, before)
 
     def close(self) -> None:
-        """Write what has come so far."""
+        """Write the records queued so far."""
         self._inbox.put(None)
         self._writer.join()
         self._database.close()

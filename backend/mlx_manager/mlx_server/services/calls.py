@@ -75,10 +75,10 @@ class Call:
             self.enter(phase)
 
     async def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns.
+        """Await `work` and return its result.
 
         Raises:
-            MLXManagerError: what the call has been interrupted with; the work is cancelled.
+            MLXManagerError: the error that interrupted the call; `work` is cancelled.
         """
         if self._error is not None:
             work.close()

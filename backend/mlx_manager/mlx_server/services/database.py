@@ -1,4 +1,4 @@
-"""What the server keeps in SQLite: in a file, or in memory until the end."""
+"""SQLite database of the server: in a file, or in memory until the end."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Database:
             raise MLXManagerError(f"{setting}: {path} can't be used: {error}.") from error
 
     def run(self, job: Callable[..., T], *args: object) -> T:
-        """What `job(*args)` returns; it may `execute`.
+        """Run `job(*args)`, which may `execute`, in one transaction, and return its result.
 
         Raises:
-            StorageFailed: the disk is full, say; what was done has been undone.
+            StorageFailed: SQLite failed, as on a full disk; the transaction is rolled back.
         """
         try:
             with self._lock, self._connection:
@@ -57,19 +57,19 @@ class Database:
             raise StorageFailed(f"{self._setting}: the file can't be used: {error}.") from error
 
     async def call(self, job: Callable[..., T], *args: object) -> T:
-        """`run` on a thread."""
+        """Run `job` as `run` does, on a thread."""
         return await self._thread.run(partial(self.run, job, *args))
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
-        """Only within a job."""
+        """Execute one statement. Only within a job."""
         return self._connection.execute(statement, values)
 
     def execute_all(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
-        """The same for each row. Only within a job."""
+        """Execute the statement once for each row. Only within a job."""
         self._connection.executemany(statement, rows)
 
     def number(self, statement: str) -> int:
-        """The one number that `statement` finds. Only within a job."""
+        """Return the one number that `statement` finds. Only within a job."""
         found: Any = self._connection.execute(statement).fetchone()[0]
         return int(found)
 
@@ -79,10 +79,10 @@ class Database:
 
 
 def place_of(path: Path | None) -> str:
-    """What SQLite is to open: the file, made for its owner alone if there is none, or memory.
+    """Return the name for SQLite to open: the file, created with mode 0600 if missing, or memory.
 
     Raises:
-        OSError: it can't be made.
+        OSError: the file can't be created.
     """
     if path is None:
         return ":memory:"

@@ -65,7 +65,7 @@ class Drain:
             await asyncio.wait([self._draining])
 
     def refusal(self) -> ServerNotReady | None:
-        """What a call is told that comes too late; None if none does."""
+        """Return the error for calls that come during a drain; None if there is no drain."""
         if self._draining is None:
             return None
         left = math.ceil(self._until - asyncio.get_running_loop().time())

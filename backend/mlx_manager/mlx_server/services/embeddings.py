@@ -1,4 +1,4 @@
-"""What only reads: embed or rank, on the path of every call."""
+"""Embedding and reranking, which generate no tokens, on the path of every call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mlx_manager.mlx_server.services.inference import EncoderLease, Inference
 
 
 async def embed(inference: Inference, request: EmbeddingRequest) -> Encoded:
-    """A vector for each input. Cancelling the call cancels the work.
+    """Return a vector for each input. Cancelling the call cancels the work.
 
     Raises:
         MLXManagerError: see `core.Encoder`; or there is no such embedding model.
@@ -36,7 +36,7 @@ async def embed(inference: Inference, request: EmbeddingRequest) -> Encoded:
 
 
 async def rank(inference: Inference, request: RerankRequest) -> Encoded:
-    """A score for each document, in the order of the request; as `embed`."""
+    """Return a score for each document, in the order of the request; see `embed`."""
     texts = (request.query, *request.documents)
     shown = inference.reading(request.model, request.request_id, texts)
     own = replace(request, caller=shown.caller, priority=shown.priority)

@@ -122,23 +122,25 @@ class EncoderLease(Protocol):
 
 
 class ModelPool(Protocol):
-    """What hands out models; `models.pool.ModelPoolManager` is one."""
+    """Pool that leases models; `models.pool.ModelPoolManager` is one."""
 
     def resolve(self, model_id: str | None) -> str:
-        """The id that a request's `model` means; the default model's if it names none."""
+        """Return the id that a request's `model` means; the default model's if it names none."""
         ...
 
     def is_loaded(self, model_id: str) -> bool:
-        """Whether the model is in memory now."""
+        """Return whether the model is in memory now."""
         ...
 
     def offers(self, model_id: str) -> bool:
-        """Whether there is a model of that id, as far as is known without a look at the disk."""
+        """Return whether a model of that id is on offer, without a look at the disk."""
         ...
 
     def sampling(self, model_id: str) -> Mapping[str, float]:
-        """What is drawn by where a request is silent: what the owner has set, and for a model that
-        is loaded what its makers say."""
+        """Return the sampling parameters for requests that state none.
+
+        The owner's settings go first; a loaded model's others are its makers' defaults.
+        """
         ...
 
     def overlay(self, model_id: str) -> Overlay:
@@ -146,7 +148,7 @@ class ModelPool(Protocol):
         ...
 
     async def models(self) -> Sequence[ModelStatus]:
-        """What a request may name."""
+        """Return the models that a request may name."""
         ...
 
     def failure(self, model_id: str) -> str | None:
@@ -170,7 +172,7 @@ class ModelPool(Protocol):
         ...
 
     def rows(self) -> Sequence[RowStatus]:
-        """Every row of every model that has not ended."""
+        """Return all rows of all models that have not ended."""
         ...
 
     async def status(self, model_id: str) -> ModelStatus:
@@ -410,8 +412,10 @@ class Inference:
     def reading(
         self, model: str, request_id: str, inputs: tuple[str | tuple[int, ...], ...] = ()
     ) -> GenerationRequest:
-        """What those who watch the calls see of one that generates nothing. It goes by the
-        caller's priority, as one does that asks for none."""
+        """Return the request that observers see for a call that generates nothing.
+
+        Its priority is that of the caller's requests that ask for none.
+        """
         return GenerationRequest(
             model,
             Tokens(()),
@@ -484,7 +488,7 @@ async def rows(
 
 
 async def pull(stream: AsyncIterator[T]) -> T | None:
-    """What comes next, or None at the end."""
+    """Return the next item, or None at the end."""
     return await anext(stream, None)
 
 
@@ -507,7 +511,7 @@ class Stream(Protocol):
     def end(self) -> bytes: ...
 
     def fail(self, error: MLXManagerError) -> bytes:
-        """The last event of an answer that failed after its beginning; there is no `end` then."""
+        """Return the last event of an answer that failed after its beginning, in place of `end`."""
         ...
 
 
@@ -522,7 +526,7 @@ class Answer(Protocol):
         ...
 
     def body(self) -> Iterator[str]:
-        """JSON in pieces."""
+        """Return the body's JSON in pieces."""
         ...
 
 
@@ -561,7 +565,7 @@ async def generate_chat_completion(
     pool: ModelPool | None = None,
     **parameters: Any,
 ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
-    """What `/v1/chat/completions` answers, as a dict, or an iterator of chunks with `stream=True`.
+    """Return the answer of `/v1/chat/completions`: a dict, or with `stream=True` its chunks.
 
     Takes a model's id and messages with the wire's parameters by name, or a whole request.
 
@@ -590,7 +594,7 @@ async def generate_completion(
     pool: ModelPool | None = None,
     **parameters: Any,
 ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
-    """What `/v1/completions` answers; see `generate_chat_completion`."""
+    """Return the answer of `/v1/completions`; see `generate_chat_completion`."""
     fields = {"model": model_id, "prompt": prompt, **parameters}
     body = (
         model_id

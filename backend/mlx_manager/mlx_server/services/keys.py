@@ -76,7 +76,7 @@ def make_secret() -> str:
 
 
 def fingerprint(secret: str) -> str:
-    """What is kept of a secret."""
+    """Return the SHA-256 of a secret, which is all that is kept of it."""
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -87,10 +87,10 @@ class Keyring:
         self._keys = {key.sha256: key for key in keys}
 
     def find(self, secret: str) -> ApiKey | None:
-        """Whose `secret` is.
+        """Return the key whose secret this is; None if there is none.
 
-        The comparison takes constant time. What the look-up by hash takes tells something about the
-        hash of a guess at most, which brings nobody nearer to a key.
+        The comparison takes constant time. The duration of the look-up by hash tells something
+        about the hash of a guess at most, which brings nobody nearer to a key.
         """
         presented = fingerprint(secret)
         key = self._keys.get(presented)

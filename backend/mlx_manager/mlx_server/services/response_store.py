@@ -1,9 +1,9 @@
-"""What clients of the Responses API go on from: answers and what was asked, in SQLite.
+"""Store of responses and their inputs in SQLite, from which Responses API clients continue.
 
-Each response is kept with its own input and the id of the one before it, so that a conversation
-takes room once. What nobody has used for long goes, and so does the least recently used when
-there is no room; using a response uses all those before it. Each item of a response, asked or
-answered, is found by its id as well, which uses the response.
+Each response is kept with its own input and the id of the previous one, so that a conversation
+takes room once. Responses that nobody has used for long are removed; where there is no room, so
+is the least recently used. Use of a response counts as use of all those before it. Each item of a
+response, input or output, is found by its id as well, which counts as use of the response.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ TOTAL = (
     BEGIN UPDATE total SET bytes = bytes - OLD.bytes; END
     """,
 )
-"""Bytes of all responses, kept by the file itself: to add them up takes a tenth of a second where
-there are many, and more than one server may write."""
+"""Bytes of all responses, maintained by triggers in the file itself: a sum over many responses
+takes a tenth of a second, and more than one server may write."""
 ITEMS_OF = """
 SELECT
     substr({row}.id, 1, length({row}.id) - length(json_extract({row}.response, '$.id')))
@@ -61,13 +61,13 @@ WHERE CASE each.type WHEN 'object' THEN json_type(each.value, '$.id') END = 'tex
 
 
 def items_of(row: str, rows: str = "") -> str:
-    """What finds the items of a row of `responses`: what each is kept under, and in which row."""
+    """Return a query for the items of a row of `responses`: each item's key, and the row's id."""
     answered = ITEMS_OF.format(row=row, rows=rows, items=f"{row}.response, '$.output'")
     asked = ITEMS_OF.format(row=row, rows=rows, items=f"{row}.input")
     return f"{answered} UNION ALL {asked}"
 
 
-# What SQLite can't read, such as JSON with an Infinity, is kept all the same, without its items.
+# A response that SQLite can't parse, such as JSON with an Infinity, is kept without its items.
 ITEMS = (
     """
     CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, response TEXT NOT NULL) WITHOUT ROWID
@@ -90,8 +90,9 @@ ITEMS = (
     BEGIN DELETE FROM items WHERE response = OLD.id; END
     """,
 )
-"""Which response has an item, kept by the file itself: other servers may write, elder ones, too. An
-item that has been sent again, with its id, is still that of the response where it was first."""
+"""Index from items to their responses, maintained by triggers in the file itself: other servers,
+older ones included, may write to it. An item that is sent again with its id still belongs to the
+response where it was first."""
 CHAIN = """
 WITH RECURSIVE chain (id, previous, depth) AS (
     SELECT id, previous, 0 FROM responses WHERE id = ?
@@ -106,7 +107,7 @@ DELETE FROM responses WHERE id = (SELECT id FROM responses ORDER BY used, rowid 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """`response` as it was sent, `input` the items that were new in its request."""
+    """One response as it was sent, with `input`, the items that were new in its request."""
 
     response: JsonItem
     input: list[JsonItem]
@@ -124,9 +125,9 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class LatestResponse:
-    """The last response of a connection, which can be gone on from there though nobody keeps it.
+    """Last response of a connection, which can continue from it though it is not stored.
 
-    items: its conversation, as `ResponseStore.history` has it.
+    items: its conversation, as `ResponseStore.history` returns it.
     """
 
     id: str | None = None
@@ -134,7 +135,10 @@ class LatestResponse:
 
 
 def place(response_id: str, owner: str) -> str:
-    """What a response is kept under: nobody finds another key's, whatever id they know."""
+    """Return the key under which a response is kept.
+
+    The key holds the owner: nobody finds another owner's response, whatever id they know.
+    """
     return f"{owner}/{response_id}" if owner else response_id
 
 
