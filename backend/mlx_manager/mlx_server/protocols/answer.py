@@ -1,4 +1,4 @@
-"""What every OpenAI answer has: an id, a time, a model, choices, a count of tokens; or an error."""
+"""Parts of every OpenAI answer: id, time, model, choices and token usage; or an error."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Times = Literal["never", "last", "always"]
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is known of an answer before it begins.
+    """Properties of an answer that are known before it begins.
 
-    It has `rows` choices, of which `n` side by side belong to each prompt; only the `best` of them
-    are given, all if None. `logprobs` None: none are asked for. `echo`: choices begin with their
-    prompts. `counts_all_along`: every chunk has the token counts so far. `times`: which chunks tell
-    how fast the answer is made, by `stopwatch`.
+    `rows`: number of choices; each prompt has `n` of them, side by side. `best`: number of choices
+    returned for each prompt; None: all. `logprobs` None: none are asked for. `echo`: choices begin
+    with their prompts. `counts_all_along`: every chunk has the token counts so far. `times`: the
+    chunks that state the speed of the answer, as measured by `stopwatch`.
     """
 
     id: str
@@ -111,9 +111,9 @@ def counts_so_far(started: core.Started | None, finished: core.Finished | None) 
 
 
 def last_chunks(head: Head, opening: str, finished: Mapping[int, core.Finished]) -> bytes:
-    """What follows a stream's last event: the token counts if asked for, then `[DONE]`.
+    """Return the bytes after a stream's last event: the token counts if asked for, then `[DONE]`.
 
-    opening: of a chunk, up to its choices.
+    opening: beginning of a chunk, up to its choices.
     """
     if not head.include_usage:
         return sse.DONE.encode()

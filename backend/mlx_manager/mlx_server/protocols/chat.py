@@ -394,7 +394,7 @@ class ChatStream:
         return last_chunks(self.head, self._open, self._finished)
 
     def fail(self, error: MLXManagerError) -> bytes:
-        """What follows if there is no end."""
+        """Return the event of an error, which takes the place of `end`."""
         return sse.event(error_body(error)).encode("ascii")
 
     def _chunk(self, row: int, event: Event) -> str:  # noqa: PLR0911 one for each kind

@@ -95,7 +95,12 @@ def head(body: CompletionRequest, model: str) -> Head:
 
 
 def _best(body: CompletionRequest) -> int | None:
-    """How many of the answers to each prompt are given; None if all are."""
+    """Return the number of answers returned for each prompt; None: all.
+
+    Raises:
+        OutOfRange: `best_of` below `n`.
+        InvalidParameter: `best_of` above `n` in a stream.
+    """
     n = body.n or 1
     if body.best_of is None or body.best_of == n:
         return None
@@ -208,7 +213,7 @@ class CompletionStream:
         return last_chunks(self.head, self._open, self._finished)
 
     def fail(self, error: MLXManagerError) -> bytes:
-        """What follows if there is no end."""
+        """Return the event of an error, which takes the place of `end`."""
         return sse.event(error_body(error)).encode("ascii")
 
     def _choice(

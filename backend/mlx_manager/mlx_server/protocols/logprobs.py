@@ -30,7 +30,7 @@ def chat_logprobs_in_pieces(tokens: Sequence[TokenLogprob]) -> Iterator[str]:
 
 
 def entries(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """What a chat says of each token."""
+    """Return the entries of a chat's `logprobs`, one for each token."""
     return [
         _entry(token.piece, token.logprob or 0.0)
         | {"top_logprobs": [_entry(piece, logprob) for _, piece, logprob in token.top]}

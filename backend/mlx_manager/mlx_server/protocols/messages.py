@@ -96,7 +96,7 @@ UNSUPPORTED_IN_COUNTING: dict[str, Refusal] = {
 UNSUPPORTED_OF_TOOLS: dict[str, Refusal] = {
     "input_examples": Refusal(([],), "Put them in the description."),
 }
-"""What is refused by name. To support a field, honour it and delete its line."""
+"""Fields that are refused by name. To support one, honour it and delete its line."""
 
 NONCE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 """A line that Claude Code puts before its system text, another one in every request."""
@@ -109,9 +109,12 @@ NONCE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class MessageHead:
-    """What is known of an answer before it begins. `request_id` is named in its errors, and
-    `omits_thinking` says that the thinking is kept by the client, and not shown. `counts_kept` says
-    that the request asked for its prompt to be kept, and is told how much of it newly was."""
+    """Properties of an answer that are known before it begins.
+
+    request_id: named in the answer's errors. omits_thinking: the client keeps the thinking and does
+    not show it. counts_kept: the request asked for its prompt to be cached, so the answer counts
+    the tokens that are newly cached.
+    """
 
     model: str
     request_id: str
@@ -326,7 +329,7 @@ def _offered(body: CountTokensRequest) -> Iterator[Tool]:
 
 
 def _changes(messages: Sequence[InputMessage]) -> Iterator[_Change]:
-    """What results and system messages say of tools, in turn."""
+    """Yield the changes to tools that results and system messages make, in their order."""
     for m, message in enumerate(messages):
         for b, block in _numbered(message.content):
             path = f"messages[{m}].content[{b}]"
@@ -533,7 +536,7 @@ def _found(part: ResultBlock, path: str) -> str:
 
 
 def _read(block: TextBlock | DocumentBlock | SearchResultBlock, path: str) -> str:
-    """What is only text as text: what it is called and where it is from, and then what it says."""
+    """Return a block's text: title, context and source first, if any, then the content."""
     match block:
         case TextBlock(text=text):
             return text

@@ -1,4 +1,4 @@
-"""What the parameters of chat and completions mean: which are refused, what the rest become."""
+"""Parameters of chat and completions: those that are refused, and the meaning of the others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNSUPPORTED: dict[str, Refusal] = {
     "truncate_prompt_tokens": Refusal(),
     "use_beam_search": Refusal((False,)),
 }
-"""What is refused by name. To support a field, honour it and delete its line."""
+"""Fields that are refused by name. To support one, honour it and delete its line."""
 
 UNSUPPORTED_IN_CHAT: dict[str, Refusal] = {
     **foreign(CHAT, ChatCompletionRequest),
@@ -48,12 +48,12 @@ UNSUPPORTED_IN_CHAT: dict[str, Refusal] = {
     "best_of": Refusal((1,)),
     "echo": Refusal((False,)),
 }
-"""Also what completions and other protocols honour and chat does not."""
+"""Fields that chat refuses: those above, and those that only other protocols honour."""
 UNSUPPORTED_IN_COMPLETIONS: dict[str, Refusal] = {
     **UNSUPPORTED,
     **foreign(COMPLETIONS, CompletionRequest),
 }
-"""Also what chat and other protocols honour and completions do not."""
+"""Fields that completions refuse: those above, and those that only other protocols honour."""
 
 
 def refuse_unsupported(
@@ -161,7 +161,7 @@ def times(body: GenerationParameters) -> Times:
 
 
 def includes_usage(body: GenerationParameters) -> bool:
-    """Whether the stream ends with a chunk of token counts.
+    """Return whether the stream ends with a chunk of token counts.
 
     Raises:
         InvalidParameter: `stream_options` without `stream`.

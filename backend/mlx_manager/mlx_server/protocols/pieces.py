@@ -13,14 +13,15 @@ T = TypeVar("T")
 
 
 def whole(body: Wire) -> str:
-    """What was set of it, in one piece."""
+    """Return the JSON of the fields of `body` that were set, in one piece."""
     return body.model_dump_json(exclude_unset=True)
 
 
 def filled(around: str, name: str, value: Iterable[str], empty: str = "[]") -> Iterator[str]:
-    """An object with a value for its field `name`, which is empty. No client's JSON stands before.
+    """Yield the object `around` with `value` in its field `name`, which is empty in `around`.
 
-    No text in it looks like this: there, quotes are escaped.
+    No JSON of a client may precede the field. Text can't be mistaken for the field, since quotes in
+    text are escaped.
     """
     before, _, after = around.partition(f'"{name}":{empty}')
     yield f'{before}"{name}":'
@@ -29,7 +30,7 @@ def filled(around: str, name: str, value: Iterable[str], empty: str = "[]") -> I
 
 
 def joined(items: Iterable[Iterable[str]]) -> Iterator[str]:
-    """A list of what is in pieces itself."""
+    """Yield a JSON list of items that are in pieces themselves."""
     yield "["
     for number, item in enumerate(items):
         if number:

@@ -130,7 +130,7 @@ UNSUPPORTED_IN_COMPACTING: dict[str, Refusal] = {
     **foreign(RESPONSES, CompactRequest, OF_PROMPTS),
     "conversation": UNSUPPORTED["conversation"],
 }
-"""What is refused by name. To support a field, honour it and delete its line."""
+"""Fields that are refused by name. To support one, honour it and delete its line."""
 
 FROM_CLIENTS = frozenset({"computer_call_output", "mcp_approval_response"})
 """Items about hosted tools that clients make."""
@@ -159,10 +159,10 @@ INCLUDABLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What is known of a response before it begins: all but its output.
+    """Properties of a response that are known before it begins: all but its output.
 
-    defaults: tells how the model draws where the body is silent, which is known when it is loaded.
-    added: the tools that items of the conversation add to the body's.
+    defaults: returns the sampling parameters that the body leaves out; known once the model is
+    loaded. added: the tools that items of the conversation add to the body's.
     """
 
     model: str
@@ -252,7 +252,7 @@ def compacted(
 def counted(
     model: str, body: InputTokensRequest, history: Sequence[Item], items: Sequence[Item]
 ) -> GenerationRequest:
-    """What a response to the same would begin with, of which nothing is to be generated.
+    """Return a request with the prompt of a response to `body`, from which nothing is generated.
 
     Raises:
         InvalidParameter: as `request`.
@@ -439,7 +439,7 @@ def _tools(
 
 
 def _full_name(namespace: str | None, name: str) -> str:
-    """What a function is called before the model, which knows no namespaces."""
+    """Return the name of a function for the model, which knows no namespaces."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -489,7 +489,12 @@ def custom_tool(name: str, description: str | None, form: ToolFormat | None, pat
 def _tool_choice(
     choice: Literal["auto", "none", "required"] | ToolReference | None,
 ) -> tuple[ToolChoice, frozenset[str] | None]:
-    """What must be called, and the only names that may be, if they are restricted."""
+    """Return the tool choice, and the only names that may be called; None: all may be.
+
+    Raises:
+        InvalidParameter: `choice` lacks its `tools` or `name`.
+        UnsupportedParameter: `choice` demands a tool that the client can't run.
+    """
     match choice:
         case None:
             return "auto", None
@@ -532,8 +537,11 @@ def _system(body: InputTokensRequest) -> Iterator[Message]:
 
 
 def _messages(history: Sequence[Item], items: Sequence[Item]) -> Iterator[Message]:
-    """What an assistant said, thought and called between two others is one message."""
-    # The request's own items are numbered as it has them.
+    """Yield the messages of the items.
+
+    All that an assistant says, thinks and calls between two other messages is one message.
+    """
+    # The request's own items keep their numbers for errors; those of the history are negative.
     numbered = list(enumerate([*history, *items], -len(history)))
     begun = False
     pieces: list[Message] = []
@@ -542,7 +550,7 @@ def _messages(history: Sequence[Item], items: Sequence[Item]) -> Iterator[Messag
             case ConfigurationUpdateItem():
                 continue
             case AdditionalToolsItem():
-                # Those that are there from the beginning are told of where all tools are.
+                # Tools that are added before the first message are described where all tools are.
                 if not begun or not (names := [*dict(_called(_run_here(item.tools)))]):
                     continue
                 pieces.append(Message("system", "\n".join(map(CALLABLE.format, names))))
@@ -1089,7 +1097,7 @@ class ResponseStream:
         }
 
     def events(self, event: Event) -> list[JsonItem]:  # noqa: PLR0911 one for each kind
-        """What is to be sent of an event, which is part of the response from now on."""
+        """Return the items to send for an event, and make the event part of the response."""
         if self._summary is not None:
             return self._summed_up(self._summary, event)
         if self.head.body.generate is False:

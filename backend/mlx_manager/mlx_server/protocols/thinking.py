@@ -5,16 +5,16 @@ from __future__ import annotations
 import base64
 
 OURS = "mlx-manager:"
-"""What the thinking that this server can read again begins with."""
+"""Prefix of thinking that this server can read again."""
 
 
 def closed(thinking: str) -> str:
-    """Thinking for a client to keep and not to look at. It is no secret."""
+    """Return the thinking in Base64, for a client to keep and not to look at; no secret."""
     return OURS + base64.b64encode(thinking.encode("utf-8", "surrogatepass")).decode()
 
 
 def opened(kept: str) -> str | None:
-    """What `closed` was given; None if `kept` is another server's, or broken."""
+    """Return the thinking that `closed` was given; None if `kept` is foreign or broken."""
     if not kept.startswith(OURS):
         return None
     try:

@@ -46,7 +46,7 @@ UNSUPPORTED_IN_TEMPLATES: dict[str, Refusal] = {
 
 @dataclass(frozen=True, slots=True)
 class Tokenizing:
-    """What is to be tokenised; `special`: with the model's BOS, if it is a text."""
+    """Prompt to tokenise; `special`: with the model's BOS, if the prompt is a text."""
 
     prompt: Conversation | Text
     special: bool
