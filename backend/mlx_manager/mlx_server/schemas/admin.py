@@ -1,4 +1,4 @@
-"""What `/v1/admin` takes and gives. Bytes and seconds throughout."""
+"""Requests and answers of `/v1/admin`. Bytes and seconds throughout."""
 
 from __future__ import annotations
 
@@ -119,10 +119,11 @@ class DrainState(Wire):
 
 
 class ReloadedSettings(Wire):
-    """What has changed, by the models' ids.
+    """Effects of a reload, as lists of model ids.
 
-    changed: their settings are others now. unloaded: idle ones, to be loaded anew. outdated: the
-    same, while they answer. unknown: named in the file, and nowhere on offer.
+    changed: models with new settings. unloaded: idle models, to be loaded anew. outdated: models
+    that still answer, to be loaded anew once idle. unknown: models that the file names and nobody
+    offers.
     """
 
     models_file: str | None

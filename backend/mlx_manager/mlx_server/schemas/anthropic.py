@@ -146,7 +146,7 @@ class ToolUseBlock(Wire):
 
 
 class ToolReferenceBlock(Wire):
-    """What a search for tools has found: a tool of this request, which is offered from then on."""
+    """Tool of this request that a search for tools has found; it is offered from then on."""
 
     type: Literal["tool_reference"]
     tool_name: NonEmpty
@@ -219,7 +219,7 @@ class ContentSource(Wire):
 
 
 class OtherSource(Wire):
-    """What is no text: a PDF, a file, or an address to look at."""
+    """Source that is not text: a PDF, a file, or a URL."""
 
     types_read = ()
 

@@ -209,7 +209,7 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=10_000)]
 
 
 class StructuredOutputs(Wire):
-    """What the content must be, one of them, as vLLM has it."""
+    """Constraint on the content, one of several kinds, as vLLM has it."""
 
     json_: JsonSchemaText | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -223,7 +223,7 @@ class StructuredOutputs(Wire):
 
 
 class Reasoning(Wire):
-    """How much thinking there is to be, as OpenRouter has it."""
+    """Amount of thinking, as OpenRouter has it."""
 
     effort: NonEmpty | None = Field(None, description="As `reasoning_effort`")
     max_tokens: int | None = Field(None, ge=0, description="As `thinking_token_budget`")
@@ -261,7 +261,7 @@ Stop = Annotated[
 
 
 class GenerationParameters(SamplingParameters):
-    """What chat and completions have in common."""
+    """Parameters that chat and completions have in common."""
 
     model: ModelName | None = Field(None, description="Model id; the server's default when absent")
     stream: bool | None = Field(None, description="Send the answer as server-sent events")
@@ -422,7 +422,7 @@ class CompletionRequest(GenerationParameters):
 
 
 class TemplateParameters(Timed):
-    """What goes into a conversation's prompt besides its messages."""
+    """Parts of a conversation's prompt besides its messages."""
 
     model: ModelName | None = Field(None, description="Model id; the server's default when absent")
     tools: Many[ChatTool] | None = Field(None, description="Functions the model may call")

@@ -325,7 +325,7 @@ class TextFormat(Wire):
 
 
 class AgentMessageItem(Wire):
-    """What one of a client's agents said to another. Codex's own; the API describes none."""
+    """Message between two of a client's agents. Codex's own; the API describes none."""
 
     type: Literal["agent_message"]
     author: str
@@ -424,7 +424,7 @@ Item = Annotated[
     Discriminator(_item_kind),
 ]
 Items: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
-"""What the store keeps, read again."""
+"""Parser of the items that the store keeps."""
 InputItem = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[FunctionCallItem, Tag("<function_call>")]

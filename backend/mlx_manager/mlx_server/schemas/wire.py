@@ -1,6 +1,6 @@
-"""What the wire types of every protocol share.
+"""Base and parts of the wire types of every protocol.
 
-Requests accept fields that nobody here knows, because clients run ahead of servers; they land in
+Requests accept unknown fields, because clients run ahead of servers. Unknown fields land in
 `model_extra` and are named by `unknown_fields`.
 """
 
@@ -24,9 +24,9 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 it would take seconds, and nobody would be served meanwhile."""
 NonEmpty = Annotated[str, Field(min_length=1)]
 ModelName = Annotated[str, Field(max_length=4096)]
-"""As long as a path: names that nobody offers are in the log and in traces, too."""
+"""Name of a model, at most as long as a path: unknown names go into the log and traces, too."""
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-"""What finds stop strings has a node for each of their characters."""
+"""Stop string, of limited length: the matcher has a node for each of its characters."""
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -36,8 +36,8 @@ class Wire(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     types_read: ClassVar[Container[str | None] | None] = None
-    """The values of `type` that are read, where any other is refused by name later: what its fields
-    are called is nothing to name then."""
+    """Values of `type` that are read; None: all. Other values are refused by name later, so
+    `unknown_fields` does not name the fields of such an object."""
 
     def ignored_tools(self) -> list[str]:
         """Return what is offered and left out, as the client calls it: tools that providers run."""
@@ -105,7 +105,7 @@ def _lists(value: object, fields: Sequence[str]) -> Iterator[tuple[str, list[Any
 
 
 class Timed(Wire):
-    """How long an answer may take. Where the server's owner allows less, that counts."""
+    """Time limits of an answer. Where the server's owner allows less, the owner's limit counts."""
 
     timeout: Seconds | None = Field(None, description="Seconds for the whole answer, or 504")
     first_token_timeout: Seconds | None = Field(
