@@ -62,12 +62,12 @@ class AccessLog:
 
 
 def template(scope: Scope) -> str:
-    """The path of the route that was found, `/v1/responses/{response_id}` say; "" if none was."""
+    """Return the path of the route found, `/v1/responses/{response_id}` say; "" if none was."""
     return scope["route"].path_format if "route" in scope else ""
 
 
 def facts(scope: Scope, status: int, seconds: float, calls: list[CallRecord]) -> dict[str, Any]:
-    """What the log says of an answer: nothing of what was asked or answered."""
+    """Return the facts that the log has of an answer: no content of the request or answer."""
     said: dict[str, Any] = {
         "request_id": scope["state"]["request_id"],
         "method": scope["method"],

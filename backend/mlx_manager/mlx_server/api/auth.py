@@ -1,8 +1,8 @@
-"""Who may come in: the key that a request brings, and what it may still ask for this minute.
+"""Access control: the key of a request, and the key's limits for this minute.
 
-Every path needs a key where there are keys, known ones and unknown ones, but for those that are
-listed here as open: what is added later is closed until somebody opens it. The admin API's paths
-are closed to all but the owner, who needs no key.
+Where there are keys, every path needs one, unknown paths included, except for the paths listed
+here as open: a path added later is closed until somebody opens it. The admin API's paths are closed
+to all but the owner, who needs no key.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mlx_manager.mlx_server.services.accounts import UNLIMITED, Account, Rate
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
-"""What supervisors and load balancers ask; says nothing but whether the server is well."""
+"""Paths for supervisors and load balancers; they tell only whether the server is well."""
 
 METRICS_PATH = "/metrics"
 

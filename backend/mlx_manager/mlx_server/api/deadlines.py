@@ -1,4 +1,4 @@
-"""How long a caller wants to wait: fields of the body, or headers for any protocol."""
+"""Time limits that a caller sets: fields of the body, or headers for any protocol."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NONE = Timed()
 
 
 def limits_of(request: Request, body: Timed | None) -> TimeLimits:
-    """The shorter of what a field and its header say, in seconds.
+    """Return the shorter limit of each field and its header, in seconds.
 
     Raises:
         InvalidParameter: a header is no number.

@@ -20,7 +20,7 @@ router = APIRouter(prefix="/debug", tags=["debug"])
 
 @router.get("/memory")
 async def memory(request: Request) -> dict[str, Any]:
-    """The ledger's lines and MLX's own figures in bytes, and each engine's rows and pages."""
+    """Return the ledger's lines and MLX's figures in bytes, and each engine's rows and pages."""
     pool = server_of(request).pool
     await pool.look()
     return pool.figures()
@@ -28,10 +28,10 @@ async def memory(request: Request) -> dict[str, Any]:
 
 @router.get("/state")
 async def state(request: Request) -> dict[str, Any]:
-    """What a server that leaks has more of each time: `benchmarks/soak.py` compares them.
+    """Return the figures that grow in a server that leaks: `benchmarks/soak.py` compares them.
 
-    calls: under way. leases: of models, by their calls. open_files: connections too. rss_bytes: on
-    Linux, null elsewhere. workers: the processes' ids, by model.
+    calls: number under way. leases: number that calls hold, by model. open_files: connections
+    included. rss_bytes: null except on Linux. workers: process ids, by model.
     """
     server = server_of(request)
     models = await server.pool.models()

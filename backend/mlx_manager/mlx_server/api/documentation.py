@@ -1,4 +1,4 @@
-"""What `/docs` and `/openapi.json` say beyond what the routes' types do.
+"""Contents of `/docs` and `/openapi.json` that the routes' types do not give.
 
 Bodies that the routes read themselves, every failure that a route may answer with, from the tree in
 `errors`, and how a key is sent.
@@ -31,7 +31,7 @@ RESPONSES_PATH = "/v1/responses"
 ANY = (errors.MLXManagerError, errors.ServerNotReady)
 CLOSED = (errors.AuthenticationFailed, errors.PermissionDenied)
 FOUND = (errors.InvalidParameter, errors.OutOfRange, errors.ModelNotFound, errors.ResponseNotFound)
-"""Of paths that name something, or take parameters."""
+"""Errors of operations with parameters, in the path or the query."""
 
 OWNERS = (
     errors.WrongAdminToken,
@@ -39,10 +39,10 @@ OWNERS = (
     errors.ModelInUse,
     errors.InvalidSettings,
 )
-"""Of the admin API."""
+"""Errors of the admin API."""
 
 KEPT = (errors.ResponseNotFound, errors.ItemNotFound)
-"""Of bodies that go on from what was kept."""
+"""Errors of bodies that continue from stored responses or name stored items."""
 
 BODY = tuple(
     kind
@@ -51,7 +51,7 @@ BODY = tuple(
     and issubclass(kind, MLXManagerError)
     and kind not in (*ANY, *CLOSED, *OWNERS, *KEPT)
 )
-"""Of what is asked of a model: that may fail in every other way there is."""
+"""Errors of requests to a model: all that are in no other group."""
 
 EVENT = {
     "type": "object",

@@ -77,7 +77,7 @@ def check_local(request: Request, bound: str) -> None:
 
 
 def name_in(host: str) -> str:
-    """What a Host header names, without the port; empty if that can't be told."""
+    """Return the host in a Host header, without the port; empty if it can't be parsed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

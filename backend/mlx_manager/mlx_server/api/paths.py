@@ -1,4 +1,4 @@
-"""Which of our paths a request is for, behind whatever prefix."""
+"""Path of the server that a request is for, behind whatever prefix."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from starlette._utils import get_route_path
 from starlette.types import Scope
 
 WEBSOCKET_PATH = "/v1/responses"
-"""Served as a WebSocket, too, where the owner wishes."""
+"""Path that is also served as a WebSocket where the owner enables it."""
 
 
 def routed(scope: Scope) -> str:
-    """The path by which the route is found: less the prefix that uvicorn's `--root-path` puts
-    before each.
+    """Return the path by which the route is found: without uvicorn's `--root-path` prefix.
 
-    By Starlette's own function: who may come in must be asked of the very path that is answered.
+    Uses Starlette's own function: access must be checked for the very path that is answered.
     """
     return get_route_path(scope)

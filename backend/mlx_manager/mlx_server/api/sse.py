@@ -94,7 +94,7 @@ class Chunks(Protocol):
     """Pieces of an answer that is under way, straight to the connection."""
 
     def are_taken(self) -> bool:
-        """Whether the answer has begun, and the caller keeps up with it."""
+        """Return whether the answer has begun and the caller keeps up with it."""
         ...
 
     def write(self, data: bytes) -> None: ...
@@ -143,7 +143,7 @@ class Wire:
             self._sending -= 1
 
     def is_free(self) -> bool:
-        """Whether `write` is possible: nothing that is being sent could be overtaken."""
+        """Return whether `write` is possible: the caller keeps up, and no `send` is under way."""
         return self._chunks is not None and not self._sending and self._chunks.are_taken()
 
     def write(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What the routes share: the settings, and what the start-up has brought so far."""
+"""State that the routes share: the settings, and the results of the start-up so far."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ class Server:
             await self._pool.look()
 
     def offers(self, model_id: str) -> bool:
-        """Whether there is a model of that id, and a pool to know it."""
+        """Return whether there is a pool, and it offers a model of that id."""
         return self._pool is not None and self._pool.offers(model_id)
 
     def refusal(self) -> ServerNotReady | None:
-        """Why no calls are taken; None if they are."""
+        """Return why no calls are taken; None if they are."""
         if (refusal := self.drain.refusal()) is not None:
             return refusal
         if not self.started.is_set():
@@ -113,7 +113,10 @@ class Server:
         return loads if doing is None else f"{loads} ({doing})"
 
     def unready(self) -> ServerNotReady | None:
-        """Why nobody should be sent here: no calls are taken, or the default model is missing."""
+        """Return why no requests should be routed here; None if they should.
+
+        Either no calls are taken, or the default model is missing.
+        """
         if (refusal := self.refusal()) is not None:
             return refusal
         if self.failure is not None:

@@ -62,7 +62,7 @@ async def cards(pool: ModelPool, created: int) -> list[ModelCard]:
 
 
 def engine_card(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Its state and its counters."""
+    """Return the engine's state and its counters, without `FOR_METRICS`."""
     return {name: figure for name, figure in figures.items() if name not in FOR_METRICS}
 
 

@@ -220,7 +220,7 @@ def included(
     include: Annotated[list[str], Query(default_factory=list)],
     bracketed: Annotated[list[str], Query(default_factory=list, alias="include[]")],
 ) -> list[str]:
-    """What is to be included. OpenAI's packages write a list's name with brackets."""
+    """Return the names to include. OpenAI's packages write a list's name with brackets."""
     return include + bracketed
 
 

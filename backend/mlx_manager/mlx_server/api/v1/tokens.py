@@ -1,4 +1,4 @@
-"""What a prompt is in tokens, and what a client must know to make its own.
+"""Token ids of prompts, and the details by which clients make such ids on their own.
 
 `POST /v1/tokenize`, `/v1/detokenize`, `/v1/apply-template` and `GET /v1/tokenizer_info`, also
 without the `/v1`.
@@ -41,7 +41,7 @@ async def ask(
     body: Timed | None = None,
     kind: Literal["text"] | None = None,
 ) -> T:
-    """What the model's tokenizer knows, unless the caller hangs up; see `Inference.ask`."""
+    """Return the tokenizer's answer, unless the caller hangs up first; see `Inference.ask`."""
     server = server_of(request)
     inference = server.inference(request, body)
     async with UntilHangup(request.receive):
