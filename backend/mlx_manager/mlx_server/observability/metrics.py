@@ -75,14 +75,14 @@ LOAD_FAILURES = frozenset(
         OutOfMemory,
     )
 )
-"""These are raised of models that exist."""
+"""Codes of load errors, which are raised only for models that exist."""
 
 FINISHED_REASONS = (*get_args(FinishReason), "abort")
 USUAL_FAILURES = tuple(
     error.code
     for error in (ContextLengthExceeded, GenerationFailed, OutOfMemory, Overloaded, RequestTimedOut)
 )
-"""What calls of a model that is loaded end with, now and then."""
+"""Codes of errors that end calls of a loaded model now and then."""
 
 METHODS = frozenset(HTTPMethod)
 

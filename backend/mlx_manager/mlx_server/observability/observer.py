@@ -1,4 +1,4 @@
-"""Who watches the calls: spans, metrics, an audit log; each sees every call from start to end."""
+"""Observers of calls: spans, metrics, an audit log. Each sees every call from start to end."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ class Observer(Protocol):
 def observe_all(
     observers: Sequence[Observer], requests: Sequence[GenerationRequest]
 ) -> Iterator[list[Observation]]:
-    """One observation by each observer, which end in the reverse order."""
+    """Yield one observation by each observer. The observations end in reverse order."""
     with ExitStack() as stack:
         yield [stack.enter_context(observer.observe(requests)) for observer in observers]

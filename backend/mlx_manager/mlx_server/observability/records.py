@@ -1,4 +1,4 @@
-"""What each call came to, summed up once for all who count it, log it or keep it."""
+"""Record of each call, made once for all that count, log or keep it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ CANCELLED = "cancelled"
 
 @dataclass(frozen=True, slots=True)
 class RowRecord:
-    """What one row came to. Times in seconds, `first` and `end` since the call began.
+    """Record of one row. Times in seconds, `first` and `end` since the call began.
 
-    started: what was said of it when its prompt had been processed, at `first`; `finished`: how it
-    ended, at `end`. None: that never came. drawn: tokens of the answer, read or not.
+    started: event after the prefill, at `first`. finished: event of the row's end, at `end`. None:
+    there was no such event. drawn: tokens of the answer, read or not.
     """
 
     started: Started | None
@@ -40,7 +40,7 @@ class RowRecord:
 
     @property
     def usage(self) -> Usage:
-        """Its tokens; without `finished`, those that had been drawn."""
+        """Return the token usage of the row; without `finished`, with the tokens drawn so far."""
         if self.finished is not None:
             return self.finished.usage
         if self.started is not None:
@@ -50,11 +50,12 @@ class RowRecord:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """What a call came to.
+    """Record of one call.
 
-    began: when, in seconds since 1970. load: seconds until its model was there, None if it never
-    was. seconds: until the end of the last row. failure: the code of the error that ended it,
-    `cancelled` if the caller went away, "" if it was answered. max_tokens: None if none were asked.
+    began: seconds since 1970. load: seconds until the model was loaded; None if it never was.
+    seconds: from the beginning to the end of the last row. failure: code of the error that ended
+    the call, `cancelled` if the caller went away, "" if the call was answered. max_tokens: the
+    limit that was asked for, or None.
     """
 
     model: str
@@ -69,7 +70,7 @@ class CallRecord:
 
     @property
     def usage(self) -> Usage:
-        """The tokens of all rows; a prompt that several share is counted once."""
+        """Return the token usage of all rows; a prompt that several rows share is counted once."""
         usages = [row.usage for row in self.rows]
         asked = [usages[row] for row in self.prompts]
         return Usage(

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 SERVICE = "mlx-manager"
 TRACES_PATH = "/v1/traces"
 UNTRACED = "/health,/livez,/readyz,/metrics"
-"""Asked every few seconds."""
+"""Paths that are not traced, since monitoring requests them every few seconds."""
 TOLD = ["x-request-id"]
-"""Headers of answers, so that one that was refused before it was a call is found by its id, too."""
+"""Response headers in spans: requests refused before they become calls are found by id, too."""
 
 EXPORT_SECONDS = 5
-"""How long an export may take, and so the most that an absent collector delays the end."""
+"""Timeout of an export, and so the longest delay of the shutdown by an absent collector."""
 
 
 @dataclass(frozen=True, slots=True)
