@@ -91,15 +91,15 @@ OUTSIDE = (
     errno.EROFS,
     errno.ENAMETOOLONG,
 )
-"""What no program can do anything about: a disk that is full, a file that is not ours, a name that
-no file can have."""
+"""Errors that no program can prevent: a full disk, a file without permission, a name that no file
+can have."""
 
 
 def open_what_is_closed() -> None:
-    """Read nothing from, and write to nowhere, what whoever called has closed.
+    """Open the null device in place of each standard stream that the caller has closed.
 
-    In the order of the descriptors: each takes the lowest one that is free, its own, which
-    otherwise another file would get.
+    In the order of the descriptors: each takes the lowest free descriptor, which is its own.
+    Otherwise another file would get that descriptor.
     """
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115  # it stays open

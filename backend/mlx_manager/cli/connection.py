@@ -1,4 +1,4 @@
-"""How a command finds its server, and what it ends with when the server does not do as asked."""
+"""Connection of a command to its server, and exit codes where the server does not do as asked."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ AdminToken = Annotated[
 
 
 def default_url() -> str:
-    """Where `serve` listens on this machine by the same environment."""
+    """Return the URL at which `serve` listens on this machine, by the same environment."""
     host = os.environ.get("MLX_SERVER_HOST") or "127.0.0.1"
     return url_of(host, os.environ.get("MLX_SERVER_PORT") or "8000")
 
 
 def address(url: str | None) -> str:
-    """Where the server is: `url`, or `default_url`.
+    """Return the server's URL: `url`, or `default_url`.
 
-    Ends the program with exit code 2 where that is no address, naming what said so.
+    End the program with exit code 2 where that is no URL; the message names its source.
     """
     from urllib.parse import urlsplit
 
@@ -76,7 +76,7 @@ def address(url: str | None) -> str:
 
 
 def answers(url: str) -> bool:
-    """Whether anybody listens there."""
+    """Return whether a connection to the host and port of `url` succeeds within 2 s."""
     import socket
     from urllib.parse import urlsplit
 

@@ -238,7 +238,7 @@ def interruptible(report: Report) -> Iterator[Report]:
 
 @contextmanager
 def client_notes(console: Console) -> Iterator[None]:
-    """What the hub's client has to say, above the bar and not through it."""
+    """Print the log messages of the hub's client above the progress bar, within the context."""
     import logging
 
     class Notes(logging.Handler):

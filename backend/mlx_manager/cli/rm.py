@@ -102,7 +102,7 @@ def refuse_if_loaded(found: Removal, url: str, key: str | None) -> None:
 
 
 def is_of(found: Removal, name: str) -> bool:
-    """Whether a model's name, or the folder that it is, is what is to be deleted."""
+    """Return whether `name`, a model's id or folder, is among the files to be deleted."""
     if name == found.id:
         return True
     real = Path(name).resolve()

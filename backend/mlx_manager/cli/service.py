@@ -145,7 +145,7 @@ def status(*, system: System = False, kind: KindName = None, as_json: AsJson = F
 
 
 def serve_options(arguments: list[str]) -> dict[str, Any]:
-    """What was given, by `serve`'s own parser; it complains as `serve` would."""
+    """Return the options given, by `serve`'s own parser, which complains as `serve` would."""
     reader = typer.Typer(rich_markup_mode=None, add_completion=False)
     reader.command()(serve)
     command = typer.main.get_command(reader)
@@ -156,7 +156,7 @@ def serve_options(arguments: list[str]) -> dict[str, Any]:
 
 
 def startable(settings: MLXServerSettings) -> MLXServerSettings:
-    """Ends the program where a server with `settings` would refuse to start, unseen."""
+    """Return `settings`; end the program where a server with them would refuse to start, unseen."""
     from mlx_manager.mlx_server.api.auth import check_bind
     from mlx_manager.mlx_server.errors import MLXManagerError
     from mlx_manager.mlx_server.models.catalog import check_models_dir
@@ -259,7 +259,7 @@ def carry_out(command: list[str]) -> bool:
 
 
 def printed(command: list[str]) -> str:
-    """What `command` prints, even where it fails."""
+    """Return the stripped standard output of `command`, even where it fails."""
     import subprocess
 
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

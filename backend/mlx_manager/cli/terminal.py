@@ -1,4 +1,4 @@
-"""What all commands print alike: failures on stderr with an exit code, tables, sizes, times."""
+"""Output that all commands share: failures on stderr with an exit code, tables, sizes, times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDE = 250
 
 
 class ExitCode(IntEnum):
-    """What the program ends with when it did not do what was asked."""
+    """Exit codes of the program when it did not do what was asked."""
 
     FAILED = 1
     USAGE = 2
