@@ -1,4 +1,4 @@
-"""What a line that begins with a slash asks for."""
+"""Commands of the chat: lines that begin with a slash."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`argument` "" means: none."""
+    """One command. `argument` "" means: none."""
 
     name: str
     argument: str = ""

@@ -1,4 +1,4 @@
-"""What was said so far, as the server is told it and as a file keeps it."""
+"""Conversation so far, as requests carry it and as a file keeps it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Conversation:
         self.turns.append(Turn("assistant", text, reasoning))
 
     def take_back(self) -> str | None:
-        """Remove the last question, and its answer if there is one; the question, or None."""
+        """Remove the last question, and its answer if any, and return the question, or None."""
         while self.turns:
             turn = self.turns.pop()
             if turn.role == "user":
@@ -45,11 +45,11 @@ class Conversation:
         self.turns.clear()
 
     def messages(self) -> list[dict[str, str]]:
-        """As a request carries them. Reasoning stays here: models do not want theirs back."""
+        """Return the messages for a request, without reasoning: models do not want theirs back."""
         return [{"role": role, "content": text} for role, text, _ in self._lines()]
 
     def save(self, file: Path, model: str) -> None:
-        """As messages when the name ends in `.json`, else as Markdown.
+        """Write the conversation: as messages if the name ends in `.json`, else as Markdown.
 
         Raises:
             OSError: it can't be written.

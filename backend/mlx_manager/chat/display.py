@@ -33,10 +33,11 @@ THEME = Theme({"markdown.code": "bold cyan", "markdown.hr": "dim"})
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """What is typed meanwhile, `^C` too, is not drawn into the answer; the next prompt gets it.
+    """Turn off the terminal's echo within the context, so that no typed text appears in the answer.
 
-    An answer that goes elsewhere leaves the terminal alone: a pager may be at it by then. So does
-    one in the background, which the system would stop for it.
+    Text typed meanwhile goes to the next prompt; `^C` is not drawn either. If the answer is not
+    written to the terminal, the echo stays as it is: a pager may be using the terminal. A program
+    in the background changes nothing either, since the system would stop it for the change.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty() and in_foreground(sys.stdin.fileno())):
         yield
@@ -54,7 +55,7 @@ def without_echo() -> Iterator[None]:
 
 
 def in_foreground(terminal: int) -> bool:
-    """Whether a shell has given it to this program, or no shell has it to give."""
+    """Return whether this program is in the foreground of `terminal`, or no shell controls that."""
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()
     except OSError:
@@ -70,9 +71,10 @@ class Display(Protocol):
 
 
 def display_for(console: Console, markdown: bool, reasoning: bool) -> Display:
-    """Markdown is drawn only on a terminal: what is piped on is what the model wrote.
+    """Return the display for `console`, which draws Markdown only on a terminal.
 
-    rich calls it a terminal, too, where FORCE_COLOR says so.
+    A pipe gets the model's text as it is. rich treats a pipe as a terminal, too, if FORCE_COLOR is
+    set.
     """
     if not console.file.isatty():
         return PlainDisplay(console.file, reasoning=reasoning)
@@ -252,11 +254,11 @@ class FlushMarkdown(Markdown):
 
 PARSER = MarkdownIt().enable("table")
 LINE = re.compile(r"[^\r\n]*(?:\r\n?|\n)|[^\r\n]+")
-"""What the parser counts as one; `str.splitlines` knows more ends of lines."""
+"""Line as the parser counts lines; `str.splitlines` knows more ends of lines."""
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """What no more text can change, and the last block, which more text may belong to.
+    """Return the text that no further text can change, and the last block, which may still grow.
 
     Only whole lines can finish a block: a line that has begun may yet become anything.
     """

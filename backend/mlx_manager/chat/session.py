@@ -238,7 +238,7 @@ def make_prompt(models: Callable[[], list[str]], history: History) -> PromptSess
 
 
 class KeptHistory(FileHistory):
-    """What the file does not take, or give, is missing there; this chat has its own questions."""
+    """Question history in a file. Errors of the file are ignored: this chat keeps its questions."""
 
     def load_history_strings(self) -> Iterable[str]:
         try:
@@ -252,7 +252,7 @@ class KeptHistory(FileHistory):
 
 
 def history_file() -> Path | None:
-    """Where questions are remembered, for their owner's eyes only; None without a home folder."""
+    """Return the path of the file that keeps questions; None without a home folder."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     try:
         return Path(state).expanduser() / "mlx-manager" / "chat_history"
@@ -261,7 +261,7 @@ def history_file() -> Path | None:
 
 
 def open_history(file: Path | None) -> History:
-    """Kept in memory where there is no `file`, or it can't be written."""
+    """Return the history in `file`, which only its owner can read; in memory if that fails."""
     if file is None:
         return InMemoryHistory()
     try:
