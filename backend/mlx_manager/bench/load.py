@@ -29,9 +29,9 @@ class FirstRequestFailed(Exception):
 
 @dataclass(slots=True)
 class Measured:
-    """What came of a plan. `seconds`: from the first request to the end of the last answer.
+    """Results of a plan. `seconds`: from the first request to the end of the last answer.
 
-    cpu_seconds: that this program spent on it. stopped: the person ended it early.
+    cpu_seconds: CPU time that this program spent meanwhile. stopped: the person ended it early.
     """
 
     plan: Plan
@@ -89,7 +89,7 @@ async def calibrate(
 async def warm_up(
     session: aiohttp.ClientSession, plan: Plan, bodies: Sequence[dict[str, Any]]
 ) -> None:
-    """As many at once as the plan allows."""
+    """Send `bodies`, as many at once as the plan allows."""
     room = asyncio.Semaphore(plan.concurrency)
 
     async def send(body: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a load test does, decided before it starts."""
+"""Plan of a load test, made before it starts."""
 
 from __future__ import annotations
 
@@ -68,14 +68,17 @@ WORDS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class TextLength:
-    """How a model counts our prompts: `overhead` tokens of template, and so many a word."""
+    """Estimated tokens of a random prompt: `overhead` of the template, and `per_word` a word."""
 
     overhead: float
     per_word: float
 
     @staticmethod
     def measured(few: tuple[int, int], many: tuple[int, int]) -> TextLength:
-        """From two prompts, each (words, tokens)."""
+        """Return the estimate from two prompts, each (words, tokens).
+
+        `USUAL` if the longer prompt has no more tokens than the shorter.
+        """
         per_word = (many[1] - few[1]) / (many[0] - few[0])
         if per_word <= 0:
             return USUAL
@@ -86,9 +89,9 @@ class TextLength:
 
 
 USUAL = TextLength(0, 1.33)
-"""Where the server does not say how many tokens a prompt had."""
+"""Estimate where the server does not state the tokens of a prompt."""
 
 
 def random_text(random: Random, words: int) -> str:
-    """No two alike from the first word on, so that no server has their prefix already."""
+    """Return random words. Two texts differ from the first word on, so that no prefix is cached."""
     return " ".join(random.choices(WORDS, k=words))  # nosec B311  # words of a prompt

@@ -1,4 +1,4 @@
-"""What was measured, as figures."""
+"""Figures of a load test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUSY = 0.8
 
 
 def report(measured: Measured) -> dict[str, Any]:
-    """Times in milliseconds, rates a second. Failed requests are counted, and in no figure.
+    """Return the figures: times in ms, rates per second. Failed requests are only counted.
 
     time_to_first_token: to the first chunk with output. inter_token: between two chunks with
     output, as `vllm bench serve` has it. per_output_token: an answer's time after its first token,

@@ -36,7 +36,7 @@ OURS, THEIRS = "mlx_manager", "mlx_lm"
 LEAST_TOKENS = 2
 """Between which there is time to be measured."""
 SECONDS = 3600
-"""For one answer."""
+"""Timeout of the client for one answer."""
 LAST_LINES = 3
 SNAPSHOTS = "snapshots"
 """Folder of the hub's cache whose folders are named by commits."""
@@ -44,7 +44,7 @@ CONFIG = ("model_type", "quantization", "torch_dtype", "dtype", "num_hidden_laye
 
 
 class ShareFailed(Exception):
-    """There are no figures; the message says why."""
+    """Failure to measure any figures; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
