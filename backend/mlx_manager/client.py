@@ -62,7 +62,7 @@ class ServerClient:
         self._http.close()
 
     def models(self) -> list[dict[str, Any]]:
-        """The models on offer, the default one first: `id`, and what else the server says."""
+        """Return the models on offer, the default one first: `id`, and all else the server says."""
         path = "/v1/models"
         try:
             return [{**model, "id": str(model["id"])} for model in self.get(path, "data")["data"]]
@@ -70,7 +70,7 @@ class ServerClient:
             raise self._not_ours(path) from None
 
     def default_model(self) -> str:
-        """The id of the first model on offer."""
+        """Return the id of the first model on offer."""
         offered = self.models()
         if not offered:
             raise ServerRefused(HTTPStatus.NOT_FOUND, f"{self.url} offers no model.")
@@ -81,11 +81,11 @@ class ServerClient:
         return self.get(f"/v1/models/{quote(name, safe='/:')}", "id")
 
     def get(self, path: str, field: str) -> dict[str, Any]:
-        """What is at `path`, an object with that `field`."""
+        """Return the object at `path`, which must have that `field`."""
         return self._ask("GET", path, field)
 
     def post(self, path: str, body: Mapping[str, Any], field: str) -> dict[str, Any]:
-        """What comes of `body`, an object with that `field`."""
+        """Post `body` and return the object answered, which must have that `field`."""
         return self._ask("POST", path, field, json=body, timeout=LOAD_SECONDS)
 
     def chat(self, body: Mapping[str, Any]) -> Generator[Chunk]:

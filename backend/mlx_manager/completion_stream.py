@@ -19,7 +19,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one event carried; the parts it did not carry are empty."""
+    """Contents of one event; the parts that the event lacks are empty."""
 
     text: str = ""
     reasoning: str = ""
@@ -116,7 +116,7 @@ def number_of(value: Any) -> int:
 
 
 def error_message(body: Any, otherwise: str) -> str:
-    """What an error body says, in OpenAI's shape, in FastAPI's, or as it is."""
+    """Return the message of an error body in OpenAI's or FastAPI's shape; else `otherwise`."""
     match body:
         case {"error": {"message": str(message)}} | {"error": str(message)}:
             return message

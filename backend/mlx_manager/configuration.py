@@ -74,7 +74,7 @@ KINDS: Mapping[str, str] = {
     "password": "a secret",
     "^https?://.+": "a URL",
 }
-"""What JSON Schema's types, formats and patterns are called."""
+"""Plain words for JSON Schema's types, formats and patterns."""
 
 BESIDES: Mapping[str, str] = {
     "MLX_SERVER_BLAS": "On a Linux CPU: the BLAS library, or `off`; see `mlx-manager doctor`",
@@ -143,7 +143,7 @@ def plain(value: object) -> str:
 
 
 def values(schema: Mapping[str, Any]) -> str:
-    """What a setting takes, in words, from its JSON Schema."""
+    """Return in words the values that a setting takes, from its JSON Schema."""
     # None, where it is a default, can't be asked for.
     schema = schema["anyOf"][0] if "anyOf" in schema else schema
     if "enum" in schema:

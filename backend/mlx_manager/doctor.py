@@ -1,4 +1,4 @@
-"""What `mlx-manager doctor` looks at: can this machine serve, and what would make it faster."""
+"""Checks of `mlx-manager doctor`: can this machine serve, and what would make it faster."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def disk_findings(settings: MLXServerSettings) -> Iterator[Finding]:
 
 
 def store_findings(settings: MLXServerSettings) -> Iterator[Finding]:
-    """Whether what is to be kept can be: a server that can't keep it does not start."""
+    """Yield whether the files to keep data in can be used; without them a server does not start."""
     files = {
         "MLX_SERVER_RESPONSE_STORE": settings.response_store,
         "MLX_SERVER_AUDIT_LOG": settings.audit_log,
@@ -124,7 +124,10 @@ def store_findings(settings: MLXServerSettings) -> Iterator[Finding]:
 
 
 def why_not_kept(file: Path) -> str:
-    """ "" if a database can be there. Makes none: it would belong to whoever asks."""
+    """Return why no database can be at `file`, or "".
+
+    Creates none: it would belong to the user who runs the check.
+    """
     if not os.path.exists(file):
         if not os.path.isdir(file.parent):
             return f"{file.parent} is no folder"
@@ -163,7 +166,7 @@ def setting_findings(settings: MLXServerSettings) -> Iterator[Finding]:
 
 
 def owner_findings(settings: MLXServerSettings) -> Iterator[Finding]:
-    """What the owner has written of keys and models, as `serve` would read it."""
+    """Yield findings on the owner's settings of keys and models, read as `serve` would."""
     from mlx_manager.mlx_server.api.auth import check_bind
     from mlx_manager.mlx_server.errors import InvalidSettings
     from mlx_manager.mlx_server.models.catalog import check_models_dir
@@ -189,7 +192,7 @@ def owner_findings(settings: MLXServerSettings) -> Iterator[Finding]:
 
 
 def model_findings(settings: MLXServerSettings) -> Iterator[Finding]:
-    """Whether the default model can be served, as far as its files tell."""
+    """Yield whether the default model can be served, as far as its files tell."""
     from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError
     from mlx_manager.mlx_server.models.catalog import Catalog
     from mlx_manager.mlx_server.models.settings import ModelSettings, read_models_file
@@ -225,7 +228,7 @@ def model_findings(settings: MLXServerSettings) -> Iterator[Finding]:
 
 
 def port_finding(host: str, port: int) -> Finding:
-    """Whether `serve` could listen there."""
+    """Return whether `serve` could listen on `host` and `port`."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -240,7 +243,7 @@ def port_finding(host: str, port: int) -> Finding:
 
 
 def our_server(host: str, port: int) -> str:
-    """The server of ours that listens there; "" if it is somebody else's program."""
+    """Return name and version of our server on that port; "" if another program listens."""
     import httpx
 
     try:

@@ -26,7 +26,7 @@ NOT_FOR_IT = {
     "MLX_SERVER_AUDIT_LOG",
     "MLX_SERVER_RESPONSE_STORE",
 }
-"""Whose files and keys belong to the server that runs for good."""
+"""Variables that are not inherited: their files and keys belong to the permanent server."""
 
 
 class StartFailed(Exception):
@@ -35,7 +35,7 @@ class StartFailed(Exception):
 
 @contextmanager
 def embedded_server(model: str | None) -> Iterator[str]:
-    """The address of a server that serves `model` (None: what the settings say).
+    """Run a server for `model` (None: the settings' model) and yield its address.
 
     It is a process of its own, out of the terminal's reach, so that Ctrl-C does not end it.
 

@@ -1,4 +1,4 @@
-"""What others wrote, for a terminal: it obeys control characters wherever they come from."""
+"""Text by others, made safe for terminals, which obey control characters from any source."""
 
 from __future__ import annotations
 

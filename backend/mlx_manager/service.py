@@ -23,7 +23,7 @@ Kind = Literal["systemd", "launchd"]
 UNIT = "mlx-manager.service"
 LABEL = "mlx-manager.server"
 WRONG_SETTING = 2
-"""What the server ends with where a setting is wrong."""
+"""Exit code of the server where a setting is wrong."""
 KEPT_BY = "MLX_MANAGER_KEPT_BY"
 """The variable that tells a server which service manager starts it again when it fails."""
 RETRY_SECONDS = 60
@@ -193,7 +193,7 @@ def native_kind() -> Kind:
 
 
 def program() -> tuple[str, ...]:
-    """The command that serves, by absolute paths: a service has no PATH to speak of."""
+    """Return the command that serves, by absolute paths: a service has hardly any PATH."""
     script = Path(sys.executable).with_name("mlx-manager")
     if script.is_file():
         return (str(script), "serve")
@@ -201,14 +201,14 @@ def program() -> tuple[str, ...]:
 
 
 def runs_here(kind: Kind) -> bool:
-    """Whether this machine was started by it, so that there is somebody to ask."""
+    """Return whether that service manager runs on this machine, so that its command works."""
     if kind == "launchd":
         return shutil.which("launchctl") is not None
     return Path("/run/systemd/system").is_dir() and shutil.which("systemctl") is not None
 
 
 def unit_word(word: str) -> str:
-    """Quoted for ExecStart, where `%` and `$` mean something."""
+    """Return `word` quoted for ExecStart, where `%` and `$` have a meaning."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"' if re.search(r"[\s\"'\\;]", word) else escaped
 
@@ -255,9 +255,9 @@ def write(file: Path, content: str, mode: int, owner: str | None = None) -> None
 
 
 def carried(environment: Mapping[str, str], given: Mapping[str, object]) -> dict[str, str]:
-    """What the service is told: the settings of this environment, and the options, which win.
+    """Return the service's variables: this environment's settings, overridden by the options.
 
-    A service starts in another folder: paths are absolute.
+    A service starts in another folder, so paths are made absolute.
 
     Raises:
         InvalidValue: a path begins in a home folder that is unknown.
@@ -274,7 +274,7 @@ def carried(environment: Mapping[str, str], given: Mapping[str, object]) -> dict
 
 
 def from_anywhere(variable: str, value: str) -> str:
-    """What means in any folder what `value` means in this one."""
+    """Return `value` with its paths made absolute, so that it means the same in any folder."""
     setting = variable.removeprefix(PREFIX).lower()
     if setting in PATHS or PLACE.fullmatch(variable):
         return absolute(value)
