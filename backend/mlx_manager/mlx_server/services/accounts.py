@@ -210,7 +210,7 @@ class Accounts:
         self.know(read_keys(rules))
 
     def read(self) -> tuple[ApiKey, ...]:
-        """The keys as they are written now; those known stay until `know`.
+        """Return the keys as they are written now; the known keys stay until `know`.
 
         Raises:
             MLXManagerError: they can't be read.
@@ -218,7 +218,7 @@ class Accounts:
         return read_keys(self._rules, some=False)
 
     def know(self, keys: tuple[ApiKey, ...]) -> None:
-        """Let these in from now on. Those that are as they were keep what they have used."""
+        """Admit these keys alone from now on. Unchanged keys keep their usage."""
         known = self._accounts
         self._accounts = {
             key.sha256: known[key.sha256]
@@ -229,7 +229,7 @@ class Accounts:
         self._keyring = Keyring(keys)
 
     def find(self, secret: str | None) -> Account:
-        """The account of who presents `secret`; UNLIMITED if no keys are asked for.
+        """Return the account of who presents `secret`; UNLIMITED if no keys are asked for.
 
         Raises:
             AuthenticationFailed: there is no such key, or none was presented.

@@ -1,4 +1,4 @@
-"""A rate: so many units a minute, a minute's worth of them at once."""
+"""Token bucket: a limit in units a minute, a minute's worth of them at once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 
 class Bucket:
-    """Fills at its rate up to a minute's worth. What is taken late leaves a debt to wait for.
+    """Bucket that fills at its rate up to a minute's worth of units.
 
-    Our own rather than a library's: those that count hits refuse a cost that is known only after
-    the fact, and tokens are.
+    Units may be taken beyond the level; the debt must be refilled before the next. Own code, since
+    libraries that count hits refuse a cost that is known only afterwards, as that of tokens.
 
     Args:
-        per_minute: units that flow in, and the most that are kept.
+        per_minute: units that flow in a minute, and the most that are kept.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:

@@ -26,16 +26,16 @@ WHERE: dict[Phase, str] = {
 class Call:
     """One call, from its arrival to the end of its last row, with the clock that may end it.
 
-    Whoever works on it awaits through `wait`, so that `interrupt` ends the work and nothing else.
-    While its caller is busy with what it has got already, for as long as a client does not read
-    say, nobody waits: what the call holds is let go of all the same (`letting_go`), and the caller
-    learns of it when it asks for more.
+    Code that works on the call awaits through `wait`, so that `interrupt` ends that work and
+    nothing else. While the caller handles earlier progress, as when a client does not read, nobody
+    waits. An interruption then releases what the call holds (`letting_go`), and the caller gets the
+    error when it asks for more.
 
     Attributes:
-        requests: its rows.
-        phase: the first row's; the others may be behind.
-        usages: of the rows that have finished.
-        arrived: in the event loop's time, seconds.
+        requests: the rows.
+        phase: phase of the first row; the others may be behind.
+        usages: token usages of the rows that have finished.
+        arrived: time of arrival by the event loop's clock, in seconds.
     """
 
     def __init__(self, requests: Sequence[GenerationRequest], limits: TimeLimits) -> None:
@@ -54,7 +54,7 @@ class Call:
         self._arm()
 
     def enter(self, phase: Phase) -> None:
-        """The first row has got that far."""
+        """Note that the first row has reached `phase`."""
         now = self._loop.time()
         if self.phase == "queue":
             self._queued += now - self._since
@@ -63,7 +63,7 @@ class Call:
         self._arm()
 
     def follow(self, step: Progress) -> None:
-        """Find out from its rows' events how far the call is."""
+        """Update the phase from the events of the call's rows."""
         for row, events in step:
             if type(end := events[-1]) is Finished:
                 self.usages[row] = end.usage
@@ -98,7 +98,7 @@ class Call:
 
     @asynccontextmanager
     async def letting_go(self, held: AsyncExitStack) -> AsyncIterator[None]:
-        """A context in which an interruption that nobody waits for leaves all that is `held`."""
+        """Open a context in which an interruption closes `held` if nobody waits."""
         self._held = held
         try:
             yield
@@ -108,8 +108,11 @@ class Call:
                 await asyncio.shield(self._letting_go)
 
     def interrupt(self, error: MLXManagerError) -> None:
-        """End the call with `error`. The first one counts, and none once all rows have finished:
-        then what is still held for a caller that has yet to take the last is let go of."""
+        """End the call with `error`; only the first error counts.
+
+        Once all rows have finished, no error counts: then only the resources are released that are
+        held until the caller has taken the last progress.
+        """
         if self._error is not None or self._letting_go is not None:
             return
         finished = len(self.usages) == len(self.requests)
@@ -160,7 +163,7 @@ class Call:
 class Calls:
     """Every call under way. Belongs to the event loop.
 
-    refusal: why no more are taken, if they are not.
+    refusal: returns the reason why no more calls are taken; None if they are.
     """
 
     def __init__(self, refusal: Callable[[], MLXManagerError | None] = lambda: None) -> None:
@@ -171,7 +174,7 @@ class Calls:
         self._some = asyncio.Event()
 
     def __iter__(self) -> Iterator[Call]:
-        """The oldest first."""
+        """Iterate over the calls, the oldest first."""
         return iter(tuple(self._calls))
 
     def __len__(self) -> int:
@@ -181,10 +184,10 @@ class Calls:
     def enter(
         self, requests: Sequence[GenerationRequest], limits: TimeLimits = UNHURRIED
     ) -> Iterator[Call]:
-        """A call under way for the length of the context.
+        """Start a call, which is under way for the length of the context.
 
         Raises:
-            MLXManagerError: why no calls are taken.
+            MLXManagerError: the reason why no calls are taken.
         """
         if (refusal := self._refusal()) is not None:
             raise refusal
@@ -202,7 +205,7 @@ class Calls:
                 self._some.clear()
 
     def find(self, request_id: str) -> list[Call]:
-        """Those of an HTTP request, by its id or its answer's.
+        """Return the calls of an HTTP request, by the id of the request or of its answer.
 
         Raises:
             RequestNotFound: none of that id is under way.
@@ -226,7 +229,7 @@ class Calls:
         await self._some.wait()
 
     async def ended(self, seconds: float | None = None) -> bool:
-        """Wait until no call is under way, at most that long; whether that came to be."""
+        """Wait at most `seconds` until no call is under way, and return whether none is."""
         try:
             async with asyncio.timeout(seconds):
                 await self._none.wait()

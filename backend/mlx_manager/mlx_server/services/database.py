@@ -32,7 +32,7 @@ class Database:
     def __init__(self, path: Path | None, setting: str, schema: Sequence[str]) -> None:
         self._setting = setting
         self._lock = threading.Lock()
-        # Its own: jobs wait for the file, which another program may hold, and chats need others.
+        # A thread of its own, apart from those of chats: another program may hold the file.
         self._thread = DaemonThreads(1)
         try:
             self._connection = sqlite3.connect(place_of(path), check_same_thread=False)

@@ -14,9 +14,9 @@ ended just before the server did."""
 
 
 class Drain:
-    """Begun by the first signal to stop, or through the admin API. Belongs to the event loop.
+    """Drain of a server, begun by the first signal to stop or through the admin API.
 
-    Whoever takes calls asks `refusal` first.
+    Belongs to the event loop. Code that takes calls asks `refusal` first.
     """
 
     def __init__(self, calls: Calls, seconds: float) -> None:

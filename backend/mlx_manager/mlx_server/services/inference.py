@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 L = TypeVar("L")
 Question = Callable[..., Coroutine[Any, Any, T]]
-"""A method of a model's backend, given the backend and, as `key`, who asks."""
+"""Method of a backend, called with the backend and `key`, the name of the caller's API key."""
 
 Report = Callable[[int, int], None]
 """Told of a download's progress: bytes there, bytes in all."""
@@ -272,10 +272,10 @@ NOBODY = Caller()
 
 
 class Inference:
-    """Answers a caller's requests with the models of a pool, while the observers watch.
+    """Inference for one caller on the models of a pool, watched by observers.
 
-    `account` is what the caller's key has left of what it may ask for.
-    calls: where they are entered while they are under way. limits: how long they may take.
+    account: account of the caller's key, with the rest of its limits. calls: register of the calls
+    under way. limits: time limits of the calls.
     """
 
     def __init__(
@@ -309,9 +309,9 @@ class Inference:
         return self.follow(own, leasing, lambda lease, _: rows(lease.backend, own))
 
     def generate_fitting(self, requests: EverShorter) -> AsyncGenerator[Progress, None]:
-        """As `generate`, of the first of `requests` alone that leaves room for an answer.
+        """Yield the progress of the first of `requests` that leaves room for an answer.
 
-        If none leaves room, the last is what is generated.
+        If none leaves room, the last is generated. See `generate`.
         """
         whole = self._own([requests[0]])
 
@@ -321,7 +321,7 @@ class Inference:
         return self.follow(whole, self.pool.lease(whole[0].model, "text"), work)
 
     def _own(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        """With what is drawn by where they are silent, in the caller's name."""
+        """Return the requests in the caller's name, with default sampling and owner's overlay."""
         model = requests[0].model
         defaults, overlay = self.pool.sampling(model), self.pool.overlay(model)
         # The answers to one prompt go on sharing it.
@@ -385,7 +385,7 @@ class Inference:
             return await call.wait(question(backend, key=self.caller.key))
 
     async def count(self, requests: EverShorter) -> int:
-        """The tokens of the prompt that `generate_fitting` would read.
+        """Return the number of tokens of the prompt that `generate_fitting` would read.
 
         Raises:
             MLXManagerError: as `ask`.
@@ -399,7 +399,7 @@ class Inference:
     async def _asking(
         self, model: str, kind: Literal["text"] | None
     ) -> AsyncGenerator[tuple[Call, TokenBackend], None]:
-        """A model's tokenizer, and the call that waits for it."""
+        """Yield the call that waits for a model's tokenizer, and the backend that has it."""
         shown = self.reading(model, self.caller.request_id)
         leasing = self.pool.lease(model, kind)
         with self.calls.enter([shown], self.limits) as call:
@@ -444,7 +444,10 @@ async def first_fitting(
     requests: EverShorter,
     own: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]],
 ) -> GenerationRequest:
-    """Found by halves; who has hung up costs no more than the look at the one under way."""
+    """Return the first of `requests` that leaves room for an answer, by binary search.
+
+    If none leaves room, return the last. After a hang-up no further request is looked at.
+    """
     first, last = 0, len(requests) - 1
     while first < last:
         middle = (first + last) // 2
@@ -498,7 +501,7 @@ async def close(streams: Sequence[AsyncIterator[list[Event]]]) -> None:
 
 
 class Stream(Protocol):
-    """Writes progress as a stream of `media_type`; `protocols` has one for each shape of answer.
+    """Writer of progress as a stream of `media_type`; `protocols` has one for each shape of answer.
 
     `keep_alive` is sent whenever there has been nothing to write for a while.
     """
@@ -516,7 +519,7 @@ class Stream(Protocol):
 
 
 class Answer(Protocol):
-    """Collects progress into a body; `protocols` has one for each shape of answer."""
+    """Collector of progress into a body; `protocols` has one for each shape of answer."""
 
     def add(self, progress: Progress) -> None:
         """

@@ -27,7 +27,7 @@ from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError
 from mlx_manager.mlx_server.utils import toml
 
 PREFIX = "sk-mlx-"
-"""Makes a key that has leaked recognisable. Some clients want `sk-` to come first."""
+"""Prefix by which leaked keys are recognised. Some clients want `sk-` to come first."""
 
 ENVIRONMENT_KEY = "default"
 """The name of the key that MLX_SERVER_API_KEY gives."""
@@ -98,9 +98,9 @@ class Keyring:
 
 
 def read_keys(rules: AccessRules, *, some: bool = True) -> tuple[ApiKey, ...]:
-    """The keys of the settings: the environment's, and those of the file.
+    """Return the keys of the settings: the environment's, and those of the file.
 
-    some: whether the file must have one. The last may be taken from a server that runs.
+    some: whether the file must have a key. The last key may be removed while a server runs.
 
     Raises:
         InvalidSettings: the file can't be read, has no key, has one of the environment key's name,
@@ -202,7 +202,7 @@ def remove_key(file: Path, name: str) -> None:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[Path]:
-    """The file itself, behind all links, while no other program changes one in its folder."""
+    """Yield the file behind all links, with its folder locked against other programs like this."""
     file = file.resolve()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +237,7 @@ def _open(file: Path) -> Any:
 
 
 def _write(file: Path, text: str) -> None:
-    """Replace the file at once, for nobody but its owner to read."""
+    """Replace the file atomically by one that only its owner can read."""
     try:
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:

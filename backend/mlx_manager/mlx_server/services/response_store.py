@@ -143,11 +143,11 @@ def place(response_id: str, owner: str) -> str:
 
 
 class ResponseStore:
-    """Keeps responses. Its methods run in asyncio, the statements on threads, one at a time.
+    """Store of responses. Methods run in asyncio, statements on threads, one at a time.
 
-    `owner` is the name of the key that a response was asked for with; no other finds it.
+    `owner` is the name of the key that a response was requested with; other keys do not find it.
 
-    All of them raise StorageFailed when the file can't be read or written any more.
+    All methods raise StorageFailed when the file can't be read or written any more.
 
     Raises:
         MLXManagerError: the file can't be opened, or is no database.
@@ -163,10 +163,10 @@ class ResponseStore:
         self._clock: Callable[[], float] = lambda: said() + ahead
 
     async def save(self, stored: StoredResponse, owner: str = "") -> None:
-        """Keep it, at the cost of others if need be.
+        """Store a response; where there is no room, remove others.
 
         Raises:
-            StorageFailed: there is no room for it, whatever goes.
+            StorageFailed: there is no room for the response, whatever is removed.
         """
         await self._database.call(self._save, stored, owner)
 
@@ -179,10 +179,10 @@ class ResponseStore:
         return await self._database.call(self._find, response_id, owner)
 
     async def history(self, response_id: str, owner: str = "") -> list[JsonItem]:
-        """The items of a conversation up to and with this response, in their order.
+        """Return the items of a conversation up to and with this response, in their order.
 
         Raises:
-            ResponseNotFound: it, or one that it goes on from, is not there.
+            ResponseNotFound: the response, or one that it continues, is not there.
         """
         await self._if_it_can_be(self._forget)
         items = await self._database.call(self._history, response_id, owner)
@@ -190,7 +190,7 @@ class ResponseStore:
         return items
 
     async def items(self, ids: Sequence[str], owner: str = "") -> dict[str, JsonItem]:
-        """The items with these ids, as they were listed or streamed: those that are there."""
+        """Return the items with these ids that are there, as they were listed or streamed."""
         await self._if_it_can_be(self._forget)
         found = await self._database.call(self._items, ids, owner)
         await self._if_it_can_be(self._use_items, list(found), owner)
@@ -211,7 +211,7 @@ class ResponseStore:
         return 0.0 if newest is None else ahead_of(now, newest, self._limits.max_age)
 
     async def _if_it_can_be(self, job: Callable[..., None], *args: object) -> None:
-        """Do what is written while something is read: on a full disk it is read all the same."""
+        """Run a job that writes beside a read. On a full disk only warn: the read still works."""
         try:
             await self._database.call(job, *args)
         except StorageFailed as error:
@@ -221,7 +221,7 @@ class ResponseStore:
         response, asked = json.dumps(stored.response), json.dumps(stored.input)
         most = self._limits.max_bytes
         if len(response) + len(asked) > most:
-            # It would take the place of all others, and not be kept either.
+            # Such a response would remove all others, and could not be kept either.
             raise StorageFailed(
                 f"It has {sized(len(response) + len(asked))}; {sized(most)} are kept at most "
                 "(MLX_SERVER_RESPONSE_STORE_MB)."
@@ -303,9 +303,10 @@ class ResponseStore:
 async def saving(
     progress: AsyncGenerator[Progress, None], save: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[Progress, None]:
-    """`progress`, and `save` once whoever reads it has had the last of it.
+    """Yield `progress`, and `save` once the reader has taken the last of it.
 
-    The end of the answer is told afterwards, so that a client that goes on at once finds it.
+    The end of the answer is sent afterwards, so that a client that continues at once finds the
+    response.
     """
     async with aclosing(progress):
         async for step in progress:
