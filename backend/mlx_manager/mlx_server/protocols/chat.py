@@ -352,7 +352,7 @@ def _part(part: ContentPart, path: str) -> str:
 
 
 class ChatStream:
-    """Writes an answer's events as chunks, the way OpenAI does.
+    """Writer of an answer's events as chunks, in OpenAI's form.
 
     The first chunk of a choice carries the role, the last one the finish reason. Choices begin in
     order, whichever is the first to have a token: OpenAI's SDK accumulates each at the place where
@@ -379,7 +379,7 @@ class ChatStream:
         self._finished: dict[int, Finished] = {}
 
     def write(self, progress: Progress) -> bytes:
-        """The chunks of one step, ready for the wire."""
+        """Return the chunks of one step, ready for the wire."""
         out, counted = "", self.head.counts_all_along or self.head.times == "always"
         for row, events in progress:
             for event in events:
@@ -503,7 +503,7 @@ class _Choice:
 
 
 class ChatAnswer:
-    """Collects an answer's events into the body of a response."""
+    """Collector of an answer's events into the body of a response."""
 
     def __init__(self, head: Head) -> None:
         self.head = head

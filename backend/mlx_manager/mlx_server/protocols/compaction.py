@@ -95,7 +95,7 @@ class Summary:
     usage: Usage | None = None
 
     def add(self, event: Event) -> bool:
-        """Take an event of the model's; True if it is the first of the summary's text."""
+        """Add an event of the model; return whether it is the first of the summary's text."""
         match event:
             case TextDelta(text):
                 self.text.append(text)
@@ -109,7 +109,7 @@ class Summary:
         return False
 
     def item(self) -> dict[str, Any]:
-        """The item so far. A model that only thought, or called a tool, has said that much."""
+        """Return the item so far. Without any text, the thinking or the calls are the summary."""
         written = ("".join(pieces).strip() for pieces in (self.text, self.thinking, self.calls))
         said = next(filter(None, written), NOTHING)
         content = "" if self.usage is None else Compacted(said, self.context).close()
@@ -156,7 +156,7 @@ class Summarising:
 
 
 def _end_of(message: Message, halvings: int) -> Message:
-    """The last half of a message's text, or a smaller part."""
+    """Return a message with the end of its text, of its length halved `halvings` times."""
     size = len(message.content) >> halvings
     role = "user" if message.role == "tool" else message.role
     return Message(role, message.content[len(message.content) - size :])

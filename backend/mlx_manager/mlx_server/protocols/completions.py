@@ -168,7 +168,7 @@ def _prompts(body: CompletionRequest) -> list[Text | Tokens]:
 
 
 class CompletionStream:
-    """Writes an answer's events as chunks, the way OpenAI does."""
+    """Writer of an answer's events as chunks, in OpenAI's form."""
 
     media_type = sse.MEDIA_TYPE
     keep_alive = sse.KEEP_ALIVE
@@ -189,7 +189,7 @@ class CompletionStream:
         self._logprobs = [CompletionLogprobs(head.logprobs or 0) for _ in range(head.rows)]
 
     def write(self, progress: Progress) -> bytes:
-        """The chunks of one step, ready for the wire."""
+        """Return the chunks of one step, ready for the wire."""
         out, counted = "", self.head.counts_all_along or self.head.times == "always"
         for row, events in progress:
             for event in events:
@@ -240,7 +240,7 @@ class CompletionStream:
 
 
 class CompletionAnswer:
-    """Collects an answer's events into the body of a response."""
+    """Collector of an answer's events into the body of a response."""
 
     def __init__(self, head: Head) -> None:
         self.head = head
@@ -280,7 +280,7 @@ class CompletionAnswer:
         return filled(whole(around), "choices", joined(choices))
 
     def _given(self) -> list[int]:
-        """The rows that are given: all of them, or the likeliest of each prompt's."""
+        """Return the rows that are returned: all, or the likeliest `best` of each prompt."""
         rows = list(range(self.head.rows))
         if self.head.best is None:
             return rows
@@ -289,7 +289,7 @@ class CompletionAnswer:
         return [row for group in ranked for row in group[: self.head.best]]
 
     def _likelihood(self, row: int) -> float:
-        """The mean log probability of the tokens that were drawn and are shown."""
+        """Return the mean log probability of the tokens that were drawn and are shown."""
         shown, end = self._logprobs[row], self._finished[row]
         if self.head.echo:
             # The token that ends the text has a score, too, then.

@@ -40,11 +40,13 @@ def demanded(kind: str, param: str = "tool_choice") -> UnsupportedParameter:
 
 
 def check_demand(choice: ToolChoice, tools: Sequence[Tool], left_out: Sequence[str]) -> None:
-    """
-    left_out: the types of the tools that are offered and that nothing here runs.
+    """Refuse a choice that demands a tool that nothing here runs.
+
+    left_out: types of the offered tools that nothing here runs.
 
     Raises:
-        UnsupportedParameter: a call is required, and only those could be called, or one is named.
+        UnsupportedParameter: a call is required and all tools are left out, or one of those is
+            named.
     """
     if choice == "required" and left_out and not tools:
         raise demanded(", ".join(left_out))

@@ -51,7 +51,7 @@ def _is_users(message: dict[str, Any]) -> bool:
 
 
 def _replace(message: dict[str, Any], *, results_only: bool) -> None:
-    """results_only: pictures stay, save those in a tool's results."""
+    """Replace the pictures of a message. results_only: only those in a tool's results."""
     for name in ("content", "output", "source"):
         content = message.get(name)
         if isinstance(content, dict):

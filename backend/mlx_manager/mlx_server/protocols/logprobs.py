@@ -10,20 +10,20 @@ from mlx_manager.mlx_server.core import TokenLogprob
 from mlx_manager.mlx_server.protocols.pieces import sliced
 
 PIECE = 16
-"""Tokens of one: with twenty alternatives each they take a millisecond."""
+"""Number of tokens in a piece: with twenty alternatives each they take a millisecond."""
 
 LEAST = -9999.0
-"""Stands for a probability of nothing, as at OpenAI: JSON has no infinity. Also for what is no
-number, which compares as less than nothing: hence `max(LEAST, x)`, in that order."""
+"""Least log probability, in place of minus infinity, which JSON lacks; OpenAI's value. Also in
+place of NaN, which is not greater than any number: hence `max(LEAST, x)`, in that order."""
 
 
 def chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
-    """The `logprobs` of a chat's chunk."""
+    """Return the `logprobs` of a chat's chunk."""
     return {"content": entries(tokens), "refusal": None}
 
 
 def chat_logprobs_in_pieces(tokens: Sequence[TokenLogprob]) -> Iterator[str]:
-    """The `logprobs` of a chat's choice."""
+    """Yield the `logprobs` of a chat's choice, in pieces."""
     yield '{"content":'
     yield from sliced(tokens, PIECE, entries)
     yield ',"refusal":null}'
@@ -56,11 +56,11 @@ class CompletionLogprobs:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """A chunk's."""
+        """Return the `logprobs` of one chunk."""
         return {name: column and column(tokens) for name, column in self._columns().items()}
 
     def pieces(self, tokens: Sequence[TokenLogprob]) -> Iterator[str]:
-        """A choice's."""
+        """Yield the `logprobs` of a whole choice, in pieces."""
         before = "{"
         for name, column in self._columns().items():
             yield f'{before}"{name}":'
@@ -96,7 +96,7 @@ def _top(token: TokenLogprob) -> dict[str, float] | None:
 
 
 def _name(piece: bytes) -> str:
-    """A token's text; its bytes where they are no text, so that no two tokens share a name."""
+    """Return a token's text, or its bytes if they are no text: no two tokens share a name."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

@@ -177,7 +177,7 @@ def request(body: MessagesRequest, head: MessageHead) -> GenerationRequest:
 
 
 def counted(body: CountTokensRequest) -> Conversation:
-    """The prompt of a request that only its tokens are wanted of.
+    """Return the prompt of a request whose tokens are only counted.
 
     Raises:
         InvalidParameter: as `conversation`.
@@ -188,7 +188,7 @@ def counted(body: CountTokensRequest) -> Conversation:
 
 
 def conversation(body: CountTokensRequest) -> Conversation:
-    """The prompt. An assistant's message at its end is what the answer goes on from.
+    """Return the prompt. The answer continues an assistant's message at its end.
 
     Raises:
         InvalidParameter: a block where it can't be, or a value that contradicts another.
@@ -297,7 +297,7 @@ def _tool_choice(body: CountTokensRequest) -> tuple[ToolChoice, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A tool that may be called from here on, or not any more. `param` is where it is named."""
+    """Change of a tool, offered from here on or no more. `param`: place of its name."""
 
     name: str
     param: str
@@ -306,8 +306,11 @@ class _Change:
 
 
 def _offered(body: CountTokensRequest) -> Iterator[Tool]:
-    """The tools that may be called by the end of `messages`: those that are deferred only if
-    something has referred to them, or what would search for them is left out."""
+    """Yield the tools that may be called by the end of `messages`.
+
+    A deferred tool is among them if a message refers to it, or if the request offers a tool that
+    would search for it, since searches are left out here.
+    """
     given = body.tools or ()
     found = any(searches_tools(tool.type) for tool in given)
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given) if not tool.is_left_out()]
@@ -377,7 +380,7 @@ def _tool(tool: MessagesTool, path: str) -> Tool:
 
 
 def _system(body: CountTokensRequest) -> Iterator[Message]:
-    """The system text, less what changes with every request and would spoil the shared prefix."""
+    """Yield the system text without `NONCE`, which would spoil the shared prefix."""
     match body.system:
         case None:
             texts: list[str] = []
@@ -478,7 +481,7 @@ def _hosted(block: OtherBlock) -> str:
 
 
 def _turn(blocks: Sequence[Block], path: str) -> Iterator[Message]:
-    """A user's blocks as messages: each result one of its own, the texts between them another."""
+    """Yield a user's blocks as messages: one for each result, one for the texts in between."""
     texts: list[str] = []
     for index, block in enumerate(blocks):
         match block:
@@ -603,8 +606,11 @@ def _misplaced(block: Block, path: str, role: str) -> MLXManagerError:
 
 
 def _thinking(head: MessageHead, thinking: str) -> ThinkingBlock:
-    """The signature stands for Anthropic's proof of origin: clients hand it back and look no
-    further. Where the thinking is omitted, it is what carries it."""
+    """Return a block of thinking with a signature, which clients hand back unread.
+
+    In place of Anthropic's proof of origin the signature is a digest of the thinking; where the
+    thinking is omitted, the signature carries the thinking.
+    """
     if head.omits_thinking:
         return ThinkingBlock(type="thinking", thinking="", signature=closed(thinking))
     signature = base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
@@ -628,7 +634,7 @@ def _start(head: MessageHead, started: Started) -> MessagesResponse:
 
 
 def _read_tokens(head: MessageHead, prompt: int, cached: int, kept: int) -> dict[str, int]:
-    """Each of the prompt's tokens in one of Anthropic's three counts."""
+    """Return Anthropic's three input counts; each token of the prompt is in one of them."""
     new = kept if head.counts_kept else 0
     return {
         "input_tokens": prompt - cached - new,
@@ -663,7 +669,7 @@ def _stop_reason(head: MessageHead, end: Finished) -> StopReason:
 
 
 class MessageStream:
-    """Writes an answer's events as Anthropic does: blocks that open, grow and close in turn."""
+    """Writer of an answer's events in Anthropic's form: blocks open, grow and close in turn."""
 
     media_type = sse.MEDIA_TYPE
     keep_alive = sse.named("ping", {"type": "ping"}).encode()
@@ -676,7 +682,7 @@ class MessageStream:
         self._text_open = ""
 
     def write(self, progress: Progress) -> bytes:
-        """The events of one step, ready for the wire."""
+        """Return the events of one step, ready for the wire."""
         out = ""
         for _, events in progress:
             for event in events:
@@ -762,15 +768,16 @@ def _event(kind: str, **fields: Any) -> str:
 
 @dataclass(slots=True)
 class _Open:
-    """A block that is being collected; `call` only of a tool's."""
+    """Block that is being collected. `call`: start of the call, for a tool's block only."""
 
     kind: str
     call: ToolCallStarted | None = None
     pieces: list[str] = field(default_factory=list)
 
     def block(self, head: MessageHead, *, cut: bool) -> TextBlock | ThinkingBlock | ToolUseBlock:
-        """
-        cut: whether the token limit came within it.
+        """Return the finished block.
+
+        cut: whether the token limit came within the block.
 
         Raises:
             GenerationFailed: a call's arguments are no JSON object.
@@ -785,11 +792,12 @@ class _Open:
 
 
 def _input(name: str, arguments: str, *, cut: bool) -> dict[str, Any]:
-    """A call's arguments as far as they were written: an answer may be cut off within them. None
-    are left of those that were cut where they can't be read.
+    """Return a call's arguments as far as they were written: an answer may be cut off within them.
+
+    Arguments that were cut where they can't be parsed are empty.
 
     Raises:
-        GenerationFailed: they are no JSON object.
+        GenerationFailed: complete arguments are no JSON object.
     """
     try:
         given = from_json(arguments, allow_partial=True) if arguments else {}
@@ -806,8 +814,11 @@ def _input(name: str, arguments: str, *, cut: bool) -> dict[str, Any]:
 
 
 def _read_by_python(arguments: str) -> Any:
-    """JSON of more levels than pydantic reads (200), if it can write as many, or JSON that escapes
-    half a character, which is U+FFFD then; None if it is neither."""
+    """Return the value of JSON that pydantic can't parse; None if Python can't parse it either.
+
+    Such JSON has more than 200 levels, as many as pydantic can still write, or escapes half of a
+    character, which becomes U+FFFD.
+    """
     try:
         text = json.dumps(json.loads(arguments), ensure_ascii=False)
         given = json.loads(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
@@ -819,7 +830,7 @@ def _read_by_python(arguments: str) -> Any:
 
 
 class MessageAnswer:
-    """Collects an answer's events into the body of a response."""
+    """Collector of an answer's events into the body of a response."""
 
     def __init__(self, head: MessageHead) -> None:
         self.head = head
@@ -896,7 +907,7 @@ ERROR_TYPES: Mapping[int, str] = MappingProxyType(
 
 
 def error_body(error: MLXManagerError, request_id: str) -> dict[str, Any]:
-    """A failure in the shape that Anthropic's clients know.
+    """Return a failure in the shape that Anthropic's clients know.
 
     Agents recognise a prompt that is too long by the words of Anthropic's message, and shorten it
     by the difference of its numbers.

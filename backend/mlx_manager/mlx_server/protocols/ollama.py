@@ -405,7 +405,7 @@ class _Lines:
 
 
 class OllamaStream:
-    """Writes an answer's events as NDJSON."""
+    """Writer of an answer's events as NDJSON."""
 
     media_type = NDJSON
 
@@ -416,7 +416,7 @@ class OllamaStream:
         """NDJSON has no comments: an empty piece is the sign of life."""
 
     def write(self, progress: Progress) -> bytes:
-        """The lines of one step, ready for the wire."""
+        """Return the lines of one step, ready for the wire."""
         out = b""
         for _, events in progress:
             pieces, finished = self._lines.pieces(events)
@@ -436,7 +436,7 @@ class OllamaStream:
 
 
 class OllamaAnswer:
-    """Collects an answer's events into one object."""
+    """Collector of an answer's events into one object."""
 
     def __init__(self, head: Head, *, chat: bool) -> None:
         self._lines = _Lines(head, chat=chat)

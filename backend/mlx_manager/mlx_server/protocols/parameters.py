@@ -99,7 +99,7 @@ def _same(value: object, harmless: object) -> bool:
 
 
 def sampling(body: SamplingParameters, draw: int = 0) -> Sampling:
-    """The sampling of the `draw`-th of a prompt's n answers: the first has the seed as given.
+    """Return the sampling of a prompt's `draw`-th answer; the first has the seed as given.
 
     Raises:
         InvalidParameter: two names of one parameter that differ.

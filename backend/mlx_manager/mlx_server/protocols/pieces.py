@@ -42,7 +42,7 @@ def joined(items: Iterable[Iterable[str]]) -> Iterator[str]:
 def sliced(
     items: Sequence[T], most: int, written: Callable[[Sequence[T]], Sequence[object]] = list
 ) -> Iterator[str]:
-    """A list, of which a piece has `most` items. written: some of them, as they are to be."""
+    """Yield a JSON list in pieces of `most` items. written: returns the JSON values of some."""
     yield "["
     for start in range(0, len(items), most):
         some = written(items[start : start + most])

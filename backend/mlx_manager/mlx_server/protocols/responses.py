@@ -190,9 +190,10 @@ def new_id(prefix: str) -> str:
 def request(
     head: ResponseHead, history: Sequence[Item], items: Sequence[Item]
 ) -> GenerationRequest:
-    """
-    history: the items of the conversation before this request. items: its own, as `input_items`
-    has them.
+    """Return the request for the answer.
+
+    history: the items of the conversation before this request. items: the request's own, as
+    `input_items` returns them.
 
     Raises:
         InvalidParameter: a value that contradicts another.
@@ -205,7 +206,7 @@ def request(
     if body.generate is False and not any(
         isinstance(item, MessageItem | AgentMessageItem) for item in (*history, *items)
     ):
-        # Of tools and instructions alone, templates make no prompt.
+        # Templates make no prompt of tools and instructions alone.
         items = [*items, MessageItem(role="user", content="")]
     return GenerationRequest(
         model=head.model,
@@ -226,14 +227,14 @@ def added_tools(items: Sequence[Item]) -> list[ResponsesTool]:
 
 
 def kept_items(history: Sequence[JsonItem]) -> list[Item]:
-    """Items as `listed` or streamed, as they were."""
+    """Parse items from the form in which they were `listed` or streamed."""
     return Items.validate_python(history)
 
 
 def compacted(
     model: str, body: CompactRequest, history: Sequence[Item], items: Sequence[Item]
 ) -> GenerationRequest:
-    """A request of which a summary is to be made.
+    """Return the request with the conversation that is to be summed up.
 
     Raises:
         InvalidParameter: as `request`.
@@ -279,18 +280,18 @@ def compact_threshold(body: ResponsesRequest, context: int) -> int | None:
 
 
 def references(body: InputTokensRequest) -> list[str]:
-    """The ids of the kept items that the request refers to."""
+    """Return the ids of the kept items that the request refers to."""
     given = body.input if isinstance(body.input, list) else []
     return [item.id for item in given if isinstance(item, ItemReference)]
 
 
 def input_items(body: InputTokensRequest, kept: Mapping[str, JsonItem]) -> list[Item]:
-    """The request's items.
+    """Return the request's items.
 
-    kept: those that it refers to, by their ids, as `listed` or streamed.
+    kept: the items that the request refers to, by id, as `listed` or streamed.
 
     Raises:
-        ItemNotFound: one of them is not there.
+        ItemNotFound: an item that the request refers to is not in `kept`.
     """
     if isinstance(body.input, str):
         return [MessageItem(role="user", content=body.input)]
@@ -323,8 +324,8 @@ def _referred(name: str, found: Mapping[str, Item], path: str) -> Item:
 class Shortened:
     """A request, and ever shorter ones: without the oldest turn, without the two oldest, ...
 
-    A turn begins with a user's message. System messages and the last turn always stay. Each is made
-    when it is asked for: a long conversation has thousands of turns.
+    A turn begins with a user's message. System messages and the last turn always stay. Each request
+    is made on access: a long conversation has thousands of turns.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -421,8 +422,9 @@ def _offered(
 def _tools(
     tools: Sequence[ResponsesTool], path: str, namespace: str | None = None
 ) -> Iterator[Tool]:
-    """The functions, those of namespaces by their full names. Tools that only a provider could run
-    are left out.
+    """Yield the functions, those of namespaces under their full names.
+
+    Tools that only a provider could run are left out.
 
     Raises:
         InvalidParameter: a function without a name.
@@ -561,8 +563,8 @@ def _messages(history: Sequence[Item], items: Sequence[Item]) -> Iterator[Messag
 
 
 def _since_summary(numbered: Sequence[tuple[int, Item]]) -> Sequence[tuple[int, Item]]:
-    """The items from the last summary on, and those before it that it does not stand for: what the
-    system says, and the newest of what the user said."""
+    """Return the items from the last summary on, and the earlier ones that it does not replace:
+    system messages, and the user's newest messages."""
     last = max(
         (i for i, (_, it) in enumerate(numbered) if isinstance(it, CompactionItem)), default=0
     )
@@ -581,7 +583,7 @@ def _since_summary(numbered: Sequence[tuple[int, Item]]) -> Sequence[tuple[int, 
 
 
 def _size(content: Content) -> int:
-    """Characters."""
+    """Return the number of characters of the text in `content`."""
     if isinstance(content, str):
         return len(content)
     return sum(len(part.text) for part in content if isinstance(part, TextPart))
@@ -618,7 +620,7 @@ def _record(item: OtherItem | Call, path: str) -> Message:
             f"`{path}` is of type {item.type!r}, which this server can't read.",
             param=f"{path}.type",
         )
-    # What the client's side gave back, or said, is the user's.
+    # Outputs and messages of the client's side are the user's.
     role: Literal["user", "assistant"] = "user" if item.type in FROM_CLIENTS else "assistant"
     return Message(role, told(item.type, item.model_extra or {}))
 
@@ -683,7 +685,7 @@ def _text(content: Content, path: str) -> str:
 
 
 def _thinking(item: ReasoningItem) -> str | None:
-    """The thinking, None if only another server can read it."""
+    """Return the thinking; None if only another server can read it."""
     parts = item.content or item.summary
     if parts:
         return "\n".join(part.text for part in parts)
@@ -694,12 +696,13 @@ def _thinking(item: ReasoningItem) -> str | None:
 
 
 def including(items: Sequence[JsonItem], include: Sequence[str]) -> list[JsonItem]:
-    """
+    """Return `items` with the extra contents that `include` names.
+
     items: as `listed` or streamed.
 
     Raises:
-        InvalidParameter: there is nothing of such a name.
-        UnsupportedParameter: log probabilities of a text that was kept without.
+        InvalidParameter: nothing of such a name can be included.
+        UnsupportedParameter: log probabilities of a text that was kept without them.
     """
     _check_include(include)
     if LOGPROBS in include and any(map(_lacks_logprobs, items)):
@@ -730,7 +733,7 @@ def _with_thinking(item: JsonItem) -> JsonItem:
 
 
 def listed(items: Sequence[Item]) -> list[JsonItem]:
-    """The items of a request as the API gives them back, each with an id of its own."""
+    """Return the items of a request as the API gives them back, each with an id of its own."""
     found = [_listed(item) for item in items]
     seen: set[str] = set()
     for item in found:
@@ -794,7 +797,7 @@ def _listed_text(kind: str, text: str) -> JsonItem:
 
 
 def _shell(head: ResponseHead) -> JsonItem:
-    """A response without output. What no JSON number can be, such as 1e999, is null."""
+    """Return a response without output. Numbers that JSON lacks, such as 1e999, are null."""
     body, sampled = head.body, head.sampling()
     shell: JsonItem = {
         "id": head.id,
@@ -881,7 +884,7 @@ def _usage(usage: core.Usage) -> JsonItem:
 
 
 def added(one: core.Usage, other: core.Usage) -> core.Usage:
-    """The tokens of two passes of one response."""
+    """Return the sum of the token usages of two passes of one response."""
     return core.Usage(
         one.prompt_tokens + other.prompt_tokens,
         one.completion_tokens + other.completion_tokens,
@@ -892,9 +895,9 @@ def added(one: core.Usage, other: core.Usage) -> core.Usage:
 
 
 def error_frame(status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
-    """A failure as an event of a WebSocket, with what HTTP would have had of it.
+    """Return a failure as an event of a WebSocket, with the status and headers of HTTP.
 
-    A response that is not there has OpenAI's status and code, by which clients know that they have
+    A missing previous response has OpenAI's status and code, by which clients know that they have
     to send the whole conversation.
     """
     error = dict(body.get("error") or {"message": "The request failed.", "code": None})
@@ -925,7 +928,7 @@ def _error(error: MLXManagerError) -> JsonItem:
 
 @dataclass(slots=True)
 class _OpenItem:
-    """An item that is being written. `call`, `names` and `reader` only of a call.
+    """Item that is being written. `call`, `names` and `reader` are for calls only.
 
     A call of a tool with fields of its own is announced once it is whole.
     """
@@ -1016,10 +1019,10 @@ def _called(
 
 
 class ResponseStream:
-    """Writes an answer's events as OpenAI does: items and parts that open, grow and close in turn.
+    """Writer of an answer's events in OpenAI's form: items and parts open, grow, close in turn.
 
-    What has been written so far can be had as a `response` at any time. The last event is written
-    by `end`: by then a response that is to be kept has been.
+    `response` returns the response written so far at any time. `end` writes the last event: by then
+    a response that is to be kept has been stored.
     """
 
     media_type = sse.MEDIA_TYPE
@@ -1044,7 +1047,7 @@ class ResponseStream:
         self._calls = dict(_called(_run_here([*(head.body.tools or ()), *head.added])))
 
     def write(self, progress: Progress) -> bytes:
-        """The events of one step, ready for the wire."""
+        """Return the events of one step, ready for the wire."""
         out = ""
         for _, events in progress:
             for event in events:
@@ -1073,16 +1076,16 @@ class ResponseStream:
         return (_wire(begun + failed) + sse.DONE).encode("ascii")
 
     def sum_up(self, summary: compaction.Summary, *, alone: bool) -> None:
-        """Take what comes next as a summary. alone: nothing is answered besides."""
+        """Take the next events as those of a summary. alone: there is no answer besides."""
         self._summary = summary
         self._alone = alone
 
     def unkept(self) -> None:
-        """The response could not be kept, whatever was asked."""
+        """Note that the response could not be stored, though that was asked for."""
         self._unkept = True
 
     def response(self) -> JsonItem:
-        """The response so far, finished items only."""
+        """Return the response so far, with finished items only."""
         shell = _shell(self.head) | {"output": list(self._items)}
         if self._unkept:
             shell["store"] = False
@@ -1127,7 +1130,7 @@ class ResponseStream:
         self._completed = int(time.time())
 
     def _summed_up(self, summary: compaction.Summary, event: Event) -> list[JsonItem]:
-        """An item that is a summary, of which nothing is told until it is complete."""
+        """Return the items to send for an event of a summary, which is shown only when complete."""
         index = len(self._items)
         first = summary.add(event)
         match event:
@@ -1150,7 +1153,7 @@ class ResponseStream:
         return []
 
     def _warmed_up(self, event: Event) -> list[JsonItem]:
-        """A response without output: its prompt is in the cache from now on."""
+        """Return the items to send for an event of a response without output, for prefill alone."""
         match event:
             case Started():
                 return self._begin()
@@ -1284,7 +1287,7 @@ def _wire(events: Iterable[JsonItem]) -> str:
 
 
 def _bare(logprobs: Sequence[JsonItem]) -> list[JsonItem]:
-    """Without the bytes, which only finished texts have."""
+    """Return `logprobs` without the bytes, which only finished texts have."""
     return [
         {
             "token": token["token"],
@@ -1303,7 +1306,7 @@ def _bare(logprobs: Sequence[JsonItem]) -> list[JsonItem]:
 
 
 class ResponseAnswer:
-    """Collects an answer's events into the body of a response: what the stream ends with."""
+    """Collector of an answer's events into the body of a response: what the stream ends with."""
 
     def __init__(self, stream: ResponseStream) -> None:
         self._stream = stream

@@ -27,7 +27,7 @@ from mlx_manager.mlx_server.schemas.openai import (
 )
 
 PIECE = 4096
-"""Characters or tokens of one."""
+"""Number of characters or tokens in a piece."""
 OF_TEXTS = ("add_special_tokens", "add_special")
 OF_CONVERSATIONS = (
     *("tools", "chat_template_kwargs", "reasoning_effort", "enable_thinking"),
@@ -110,7 +110,7 @@ def _refuse(body: TokenizeRequest, names: Iterable[str], prompt: str) -> None:
 def tokenized(
     ids: Sequence[int], context_length: int, texts: Sequence[str] | None
 ) -> Iterator[str]:
-    """A `TokenizeResponse`."""
+    """Yield a `TokenizeResponse` in pieces."""
     yield f'{{"count":{len(ids)},"max_model_len":{context_length},"tokens":'
     yield from sliced(ids, PIECE)
     if texts is not None:
@@ -120,7 +120,7 @@ def tokenized(
 
 
 def told(text: str) -> Iterator[str]:
-    """A `TextResponse`."""
+    """Yield a `TextResponse` in pieces."""
     for before in ('{"prompt":"', '","content":"'):
         yield before
         for start in range(0, len(text), PIECE):
