@@ -15,7 +15,7 @@ _TOOLS = re.compile(
     "|file_search|image_generation|local_shell|mcp|memory|programmatic_tool_calling|shell"
     "|text_editor|tool_search|web_fetch|web_search|x_search)(?:[_-].*)?"
 )
-"""Their names have dates and other suffixes."""
+"""Types of tools, which may end in dates and other suffixes."""
 _CLIENT_RUN = re.compile(r"(?:bash|text_editor|memory|computer)_\d{8}")
 _ITEMS = frozenset(
     {

@@ -50,7 +50,7 @@ Think = Annotated[
 
 
 Streams = Annotated[bool, BeforeValidator(lambda value: True if value is None else value)]
-"""On unless it is false: a null is the default."""
+"""Value of `stream`: true unless it is false; a null is the default."""
 
 
 class OllamaOptions(Wire):
@@ -73,7 +73,7 @@ class OllamaOptions(Wire):
     tfs_z: float | None = None
     typical_p: float | None = None
 
-    # How Ollama's runner is to be started: accepted, and without effect here.
+    # Options of Ollama's runner: accepted, and without effect here.
     numa: Any = None
     num_ctx: Any = None
     num_batch: Any = None

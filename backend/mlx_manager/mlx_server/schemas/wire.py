@@ -20,8 +20,8 @@ TOOLS = ("tools", "functions")
 TEMPLATE_VARIABLES = "Variables for the chat template, such as enable_thinking"
 
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list of any length. Its first wrong item is the only one that is named: for a million of them
-it would take seconds, and nobody would be served meanwhile."""
+"""List of any length. Errors name the first wrong item only: a million of them would take seconds,
+in which nobody else is served."""
 NonEmpty = Annotated[str, Field(min_length=1)]
 ModelName = Annotated[str, Field(max_length=4096)]
 """Name of a model, at most as long as a path: unknown names go into the log and traces, too."""
@@ -44,12 +44,12 @@ class Wire(BaseModel):
         return []
 
     def unknown_fields(self) -> list[str]:
-        """The fields that no type here declares, dotted, each once (`messages.audio`)."""
+        """Return the fields that no type here declares, dotted, each once (`messages.audio`)."""
         return list(dict.fromkeys(_unknown(self, "")))
 
 
 def conversation(kind: type[Wire], body: object) -> tuple[str, list[Any]]:
-    """The name of the field with the messages or items so far, and these; or nothing.
+    """Return the name of the field with the messages or items so far, and these; or nothing.
 
     body: JSON that is to be a `kind`, and need not be one.
     """
@@ -61,8 +61,9 @@ def conversation(kind: type[Wire], body: object) -> tuple[str, list[Any]]:
 
 
 def parts(message: object, fields: Sequence[str] = CONTENTS) -> Iterator[Any]:
-    """The parts of a message's content, if it has any, and those that they have: what tools give
-    may have parts of its own, and so may a document's source. Calls are parts, too. message: JSON.
+    """Yield the parts of a message's content, if any, and the parts of those parts.
+
+    Outputs of tools and sources of documents may have parts. Calls are parts, too. message: JSON.
     """
     for _, content in _lists(message, fields):
         for part in content:
@@ -96,7 +97,7 @@ def entries(body: object) -> Iterator[tuple[str, int]]:
 
 
 def _lists(value: object, fields: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
-    """Those of the fields that are lists, and not empty."""
+    """Yield the fields of `fields` that are lists and not empty."""
     if isinstance(value, dict):
         for name in fields:
             match value.get(name):
