@@ -18,7 +18,7 @@ HUNG_UP = 499
 """nginx's status for a caller who left before there was one."""
 
 QUIET = frozenset({"/health", "/livez", "/readyz", "/metrics"})
-"""Asked every few seconds by supervisors and Prometheus; their lines are debug's."""
+"""Paths that supervisors and Prometheus request every few seconds; logged at level DEBUG."""
 
 
 def install(app: FastAPI, metrics: Metrics) -> None:
@@ -27,8 +27,11 @@ def install(app: FastAPI, metrics: Metrics) -> None:
 
 
 class AccessLog:
-    """Puts a list in the request's state, `calls`, for the records of what it has models do, and
-    `send`, which goes past all layers within."""
+    """Layer that counts and logs answers.
+
+    In the request's state, `calls` is the list of the records of its calls, and `send` goes past
+    all layers within.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
@@ -93,7 +96,7 @@ def facts(scope: Scope, status: int, seconds: float, calls: list[CallRecord]) ->
 
 
 def line(said: dict[str, Any]) -> str:
-    """The same for a reader."""
+    """Return the facts as a line for a reader."""
     text = f"{said['method']} {said['path']} {said['status']} {said['ms']:g} ms"
     if "model" in said:
         text += (

@@ -70,9 +70,9 @@ def check_bind(rules: AccessRules) -> None:
 
 
 class Gate:
-    """Finds the account of each request, and counts the request against it.
+    """Layer that finds the account of each request, and counts the request against it.
 
-    Costs a request some microseconds, and a message of its answer nothing.
+    The cost is some microseconds a request, and nothing for the messages of the answer.
     """
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
@@ -113,7 +113,7 @@ class Gate:
 
 
 def presented(headers: Headers) -> str | None:
-    """The key that a request brings: OpenAI's clients send the first header, Anthropic's both."""
+    """Return the key of a request: OpenAI's clients send the first header, Anthropic's both."""
     scheme, _, secret = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and secret.strip():
         return secret.strip()
@@ -121,10 +121,11 @@ def presented(headers: Headers) -> str | None:
 
 
 def check_host(host: str, allowed: tuple[str, ...]) -> None:
-    """Without keys, a page on any site could use this server once its name resolves to our address.
+    """Refuse a request for a host name that is not the server's, against DNS rebinding.
 
-    (DNS rebinding.) The browser then still says the site's name. Addresses and names without a dot
-    are nobody's site.
+    Without keys, a page on any site could use this server once the site's name resolves to our
+    address. The browser then still sends the site's name. Addresses and names without a dot are
+    nobody's site.
 
     Raises:
         PermissionDenied: the request is for another name.
@@ -143,12 +144,14 @@ def check_host(host: str, allowed: tuple[str, ...]) -> None:
 
 
 def check_origin(request: Request, allowed: Sequence[str]) -> None:
-    """Browsers let any site's page open a WebSocket, and say whose it is; nobody else says so.
+    """Refuse a WebSocket that another site's page opens.
 
-    allowed: the origins whose pages may.
+    Browsers let any page open a WebSocket, and send the page's origin. Other clients send none.
+
+    allowed: the origins whose pages may open one.
 
     Raises:
-        PermissionDenied: it is another site's page.
+        PermissionDenied: the page is of another site.
     """
     origin = request.headers.get("origin")
     own = [f"{scheme}://{request.headers.get('host', '')}" for scheme in ("http", "https")]
@@ -160,7 +163,7 @@ def check_origin(request: Request, allowed: Sequence[str]) -> None:
 
 
 def with_rates(send: Send, account: Account, path: str) -> Send:
-    """`send`, with the headers that say where the key stands, if it has limits."""
+    """Return `send` with the headers of the key's rate limits, if it has any."""
     if not account.rates():
         return send
     headers = anthropic_headers if path.startswith(ANTHROPIC_PATH) else openai_headers
@@ -188,7 +191,7 @@ def anthropic_headers(rate: Rate) -> Iterator[tuple[str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 250ms, 12s, 6m0s."""
+    """Return a duration as OpenAI writes it: 250ms, 12s, 6m0s."""
     if 0 < seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

@@ -119,8 +119,10 @@ async def _without_halves(data: bytes) -> bytes:
 
 
 def _validated(kind: type[Body], data: bytes) -> Body:
-    """The body from its text, which is slower, and says of what is wrong that it is no array, where
-    it would be no list otherwise."""
+    """Return the body, validated from its text.
+
+    This is slower than validation of parsed JSON, and its errors speak of arrays instead of lists.
+    """
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
@@ -139,12 +141,13 @@ def check_counts(
     beside: Iterable[object] = (),
     earlier: str = "",
 ) -> None:
-    """
-    param: the field with the messages, which are JSON. beside: content parts in none of them.
+    """Check the numbers of messages, content parts and images.
+
+    param: the field with the messages, which are JSON. beside: content parts outside of messages.
     earlier: the field that stands for those of `messages` that were sent before.
 
     Raises:
-        RequestTooLarge: more messages, content parts or images than may be.
+        RequestTooLarge: there are more messages, content parts or images than allowed.
     """
     those = f"`{param}` and `{earlier}` have" if earlier else f"`{param}` has"
 
@@ -197,12 +200,13 @@ def check_inputs(param: str, inputs: Sequence[object], limits: ApiLimits) -> Non
 
 
 def check_rows(asked: str, rows: int, param: str, limits: EngineLimits) -> None:
-    """
-    asked: the fields that ask for so many answers at once, as a sentence begins. param: the one to
-    name.
+    """Check the number of answers that one request asks for.
+
+    asked: beginning of the error's sentence: the fields that ask for them. param: the field to name
+    in the error.
 
     Raises:
-        InvalidRequest: more than a model that has nothing else to do could take in.
+        InvalidRequest: there are more rows than an idle model could take in.
     """
     most = limits.max_rows + limits.max_waiting
     if rows > most:
@@ -280,8 +284,7 @@ def notes(body: Wire) -> dict[str, str]:
 
 
 def unheld_header(unheld: Iterable[str]) -> dict[str, str]:
-    """The response header that names what the request demands of the answer's form, and the answer
-    is not held to."""
+    """Return the response header that names demands on the answer's form that aren't enforced."""
     names = list(dict.fromkeys(unheld))
     if not names:
         return {}
@@ -289,7 +292,7 @@ def unheld_header(unheld: Iterable[str]) -> dict[str, str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """A caller's names for a header or the log: neither may have what is not plain ASCII raw."""
+    """Return a caller's names in ASCII with escapes, which is safe in a header and the log."""
     more = len(names) - MOST_NAMED
     shown = [ascii(name)[1:-1][:LONGEST_NAME] for name in names[:MOST_NAMED]]
     return ", ".join([*shown, f"and {more} more"] if more > 0 else shown)

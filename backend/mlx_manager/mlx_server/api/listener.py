@@ -98,7 +98,7 @@ class Parser:
         return parser
 
     def _head(self) -> bytes:
-        """The head that has been parsed, less what it offers."""
+        """Return the head that was parsed, without its offer of another protocol."""
         method = self.get_method()
         if method == b"CONNECT":
             raise httptools.HttpParserInvalidMethodError("no proxy")
@@ -347,8 +347,11 @@ class Chunks:
 
 
 def forgetting(app: ASGI3Application) -> ASGI3Application:
-    """`app`, after which a scope holds nothing: much of what is put into it knows the request, and
-    would stay in memory with it until it is looked for."""
+    """Return `app`, with each scope emptied afterwards.
+
+    Many values in a scope refer to the request. Such cycles would stay in memory until the garbage
+    collector finds them.
+    """
 
     async def answered(scope: Scope, receive: Receive, send: Send) -> None:
         await app(scope, receive, send)  # type: ignore[arg-type]
@@ -358,8 +361,10 @@ def forgetting(app: ASGI3Application) -> ASGI3Application:
 
 
 def ended_by_closing(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
-    """`app` for clients of HTTP/1.0, which know no chunks (RFC 9112, 6.1): an answer that does not
-    say how long it is ends with the connection, which uvicorn closes for them."""
+    """Return `app` for clients of HTTP/1.0, which know no chunks (RFC 9112, 6.1).
+
+    An answer without a length ends with the connection, which uvicorn closes for such clients.
+    """
 
     async def answered(scope: Scope, receive: Receive, send: Send) -> None:
         sized = False
@@ -452,7 +457,7 @@ class Listener(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come; runs between any two lines of the main thread."""
+        """Handle a signal. Runs between any two lines of the main thread."""
         if self._captured_signals:
             signal.signal(sig, signal.SIG_DFL)
             os.kill(os.getpid(), sig)

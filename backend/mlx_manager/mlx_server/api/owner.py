@@ -17,13 +17,13 @@ from mlx_manager.mlx_server.config import AccessRules
 from mlx_manager.mlx_server.errors import PermissionDenied, WrongAdminToken
 
 ADMIN_PATHS = "/v1/admin/"
-"""Known ones and unknown ones: what there is, is for the owner to know."""
+"""Prefix of the owner's paths, unknown ones included: only the owner learns which exist."""
 
 OLLAMA_OWNER_PATHS = frozenset({"/api/pull", "/api/delete"})
 """Paths of Ollama's API that change which models there are."""
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
-"""A proxy on this machine speaks for others."""
+"""Headers of proxies: a proxy on this machine speaks for others."""
 
 
 def is_owners(path: str) -> bool:

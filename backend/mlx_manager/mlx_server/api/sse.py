@@ -21,7 +21,7 @@ from mlx_manager.mlx_server.services.inference import Stream
 
 
 class EventStreamResponse(Response):
-    """Sends what `stream` writes of each piece of progress, then its end.
+    """Response that sends the bytes that `stream` writes for each piece of progress, then its end.
 
     The headers go out with the first bytes, be it an event or a sign of life, so that what
     fails before still gets its own status. Afterwards a failure is an event, and the last one.
@@ -103,8 +103,8 @@ class Chunks(Protocol):
 class Wire:
     """The way to the caller, shared by the stream and its keep-alive.
 
-    The layers around look at the beginning and the end alone; what lies between goes by `direct`,
-    past them, or at once, as `chunks`, if the server has those.
+    The layers around see only the beginning and the end. The messages between go past them by
+    `direct`, or straight to the connection by `chunks`, if the server has those.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class Server:
         return self._pool
 
     def figures(self) -> dict[str, Any]:
-        """The pool's.
+        """Return the pool's figures.
 
         Raises:
             ServerNotReady: there is no pool yet.
@@ -126,7 +126,7 @@ class Server:
         return None
 
     def inference(self, request: Request, body: Timed | None = None) -> Inference:
-        """The way to the models for who sent `request`, in the time that it allows.
+        """Return the inference for the caller of `request`, within the time limits of both sides.
 
         Raises:
             ServerNotReady: no calls are taken.
@@ -150,7 +150,7 @@ class Server:
         )
 
     async def reload(self) -> Reloaded:
-        """Read the models' settings and the keys again; the answer is about the former.
+        """Read the models' settings and the keys again, and return the effects of the former.
 
         Raises:
             MLXManagerError: one of the files can't be read; all that is in force stays.
@@ -161,11 +161,11 @@ class Server:
         return reloaded
 
     def open(self, pool: ModelPool) -> None:
-        """Models can be listed from now on."""
+        """Set the pool: models can be listed from now on."""
         self._pool = pool
 
     def finish_start(self, failure: MLXManagerError | None) -> None:
-        """Requests are taken from now on; `failure` is why the default model is missing."""
+        """End the start: requests are taken now. failure: why the default model is missing."""
         self.failure = failure
         self.started.set()
 
