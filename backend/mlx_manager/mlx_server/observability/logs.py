@@ -74,10 +74,10 @@ def speaks_json() -> bool:
 def tell(
     text: str, stream: TextIO | None = None, level: int = logging.INFO, **facts: object
 ) -> None:
-    """Say it to who started the program, on stderr unless told otherwise: `text` as it is, or the
-    first line of it with `facts` as one JSON object, as the log is.
+    """Print `text` for whoever started the program, on stderr unless told otherwise.
 
-    A terminal, or what read a pipe, may be gone by now, which is no reason to stop.
+    Where the log is JSON, print one JSON object with the first line of `text` and `facts`. A
+    terminal or the reader of a pipe may be gone by now; such errors are ignored.
     """
     out = _beneath(stream or sys.stderr)
     if speaks_json():
@@ -168,8 +168,10 @@ def as_json_line(name: str, level: int, message: str, *, facts: object = None) -
 
 
 def let_go() -> None:
-    """Send to nowhere what a terminal or pipe that is gone has not taken, as the program ends:
-    Python would try once more, and end with 120."""
+    """Flush stdout and stderr as the program ends; drop the rest if the terminal or pipe is gone.
+
+    Otherwise Python would try once more, and end with exit code 120.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.finish() if isinstance(stream, LoggedLines) else stream.flush()
@@ -263,7 +265,7 @@ def _readable(prompt: Prompt) -> Any:
 
 
 class Unwatched:
-    """Looks away."""
+    """Observation that does nothing."""
 
     def loading(self) -> None:
         pass

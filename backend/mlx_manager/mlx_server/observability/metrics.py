@@ -169,8 +169,10 @@ class Metrics:
         return encode(self._registry), content_type
 
     def _begin(self, model: str) -> None:
-        """Have what is counted of a model's rows begin at 0, not with its first row: the rates of
-        a counter that Prometheus has not seen before do not hold what it began with."""
+        """Let the counters of a model's rows begin at 0, before its first row.
+
+        Prometheus's rates leave out the first value of a counter that it has not seen before.
+        """
         self._served.add(model)
         for reason in FINISHED_REASONS:
             self._success.labels(model, reason)
@@ -227,8 +229,11 @@ class Metrics:
         self._key_tokens.labels(model, key, "generation").inc(usage.completion_tokens)
 
     def count_response(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """`handler`: the route's path, "" if there is none, as it may be anything otherwise; as may
-        the method, which is "" if HTTP has none of that name."""
+        """Count an answer. handler: path of the route, "" if there is none.
+
+        The method is counted as "" if HTTP has none of that name. Both labels have few values then,
+        whatever clients send.
+        """
         method = method if method in METHODS else ""
         self._http.labels(handler, method, str(status)).inc()
         self._http_seconds.labels(handler, method).observe(seconds)
@@ -375,7 +380,7 @@ def _engines(engines: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _buckets(distribution: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Prometheus's buckets count all that is at most their bound."""
+    """Yield Prometheus's buckets: each bound, and the count of all values up to the bound."""
     total = 0
     bounds = [*(str(bound) for bound in distribution["bounds"]), "+Inf"]
     for bound, count in zip(bounds, distribution["counts"], strict=True):

@@ -10,22 +10,21 @@ from mlx_manager.mlx_server.core import GenerationRequest, Progress
 
 
 class Observation(Protocol):
-    """Watches one call from its start to the end of its last row."""
+    """Observation of one call from its start to the end of its last row."""
 
     def loading(self) -> None:
-        """The call waits for its model to be loaded. Not told of a call that finds it loaded."""
+        """Note that the call waits for its model to load. Not called if the model is loaded."""
         ...
 
     def leased(self) -> None:
-        """The model is there, and the rows are on their way to it. Not told of a call that fails
-        before."""
+        """Note that the model is loaded and gets the rows. Not called if the call fails before."""
         ...
 
     def add(self, step: Progress) -> None: ...
 
 
 class Observer(Protocol):
-    """Watches all calls.
+    """Observer of all calls.
 
     The context is left with the exception that ended the call: an MLXManagerError, or GeneratorExit
     or CancelledError when the caller went away.

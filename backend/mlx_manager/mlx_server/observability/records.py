@@ -82,12 +82,12 @@ class CallRecord:
 
     @property
     def reasons(self) -> tuple[FinishReason, ...]:
-        """Why its rows ended, in their order; those that did not end are left out."""
+        """Return why the rows ended, in their order; rows that did not end are left out."""
         return tuple(row.finished.reason for row in self.rows if row.finished is not None)
 
     @property
     def outcome(self) -> str:
-        """`failure`, or else its rows' reasons, each once."""
+        """Return `failure`, or else the rows' reasons, each once."""
         return self.failure or ",".join(dict.fromkeys(self.reasons))
 
 
@@ -123,7 +123,7 @@ class Recorder:
 
 
 class Recording:
-    """Notes when each row began and ended; whatever comes between costs a comparison or two."""
+    """Observation of when each row begins and ends; other events cost a comparison or two."""
 
     def __init__(self, requests: Sequence[GenerationRequest], clock: Callable[[], float]) -> None:
         self._requests = requests
@@ -135,7 +135,7 @@ class Recording:
         self._finished: dict[int, tuple[Finished, float]] = {}
 
     def loading(self) -> None:
-        """`leased` counts from the call's start."""
+        """Do nothing: `leased` counts from the start of the call."""
 
     def leased(self) -> None:
         self._load = self._since()
@@ -178,7 +178,7 @@ class Recording:
 
 
 def prompts(requests: Sequence[GenerationRequest]) -> tuple[int, ...]:
-    """The rows with a prompt of their own: the n answers to one share the very object."""
+    """Return the rows with a prompt of their own: n answers to a prompt share one prompt object."""
     return tuple(
         row
         for row, request in enumerate(requests)

@@ -49,7 +49,7 @@ EXPORT_SECONDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """`close` sends what has not been sent; it may take seconds."""
+    """Tracing that was started. `close` sends the remaining spans, which may take seconds."""
 
     observer: Observer
     close: Callable[[], object]
@@ -219,7 +219,7 @@ Phase = Callable[[str, int, int, dict[str, Any]], None]
 
 
 class SpanObservation:
-    """Writes what happens to one call's rows on its span, and the phases they go through.
+    """Observation that writes the events of one call's rows to its span, and a span for each phase.
 
     queue and load: until a model that was not in memory is there. Then for each row: queue, until
     its prompt's turn, rendering and tokenising included; prefill, until its first token; decode,
