@@ -105,7 +105,7 @@ def chat(
 
 
 def asked(once: str | None) -> str | None:
-    """The one question: that of --once and what is piped in; None for a session."""
+    """Return the one question, from --once and the piped text; None for a session."""
     if sys.stdin.isatty():
         if once is None and not sys.stdout.isatty():
             fail(
@@ -126,7 +126,7 @@ def asked(once: str | None) -> str | None:
 def serving(
     url: str | None, key: str | None, model: str | None
 ) -> Iterator[tuple[ServerClient, str]]:
-    """The server and the model to ask; a server that is started for the session ends with it."""
+    """Yield the server and the model to ask; a server started for the session ends with it."""
     from mlx_manager.embedded import StartFailed, embedded_server
 
     if url is None and not answers(address(None)):
@@ -147,7 +147,7 @@ def serving(
 
 
 def have_model(model: str | None) -> None:
-    """The server would download it as well, but say nothing of how that goes."""
+    """Download the model, with progress, which the server would do without."""
     from mlx_manager.mlx_server.errors import MLXManagerError
 
     settings = parse_settings({"model": model})
@@ -159,7 +159,7 @@ def have_model(model: str | None) -> None:
 
 @contextmanager
 def ended_normally() -> Iterator[None]:
-    """Closing the terminal ends the program by the normal way, and so the session's server too."""
+    """End the program normally when the terminal is closed, and so the session's server, too."""
 
     def leave(signum: int, frame: object) -> None:
         raise SystemExit(128 + signum)
@@ -208,7 +208,7 @@ def answer_once(
     reasoning: bool | None,
     as_json: bool,
 ) -> None:
-    """Figures go to stderr, so that stdout has the answer and nothing else."""
+    """Print one answer; figures go to stderr, so that stdout has nothing but the answer."""
     from rich.console import Console
 
     from mlx_manager.chat.answer import collect

@@ -94,12 +94,12 @@ TOKEN_ADVICE = "Give its token with MLX_SERVER_ADMIN_TOKEN or --admin-token."
 
 
 def administering(url: str | None, token: str | None) -> AbstractContextManager[ServerClient]:
-    """A client of the server's admin API, as `connected` makes it."""
+    """Return a client of the server's admin API, as `connected` makes it."""
     return connected(url, token, TOKEN_ADVICE)
 
 
 def client_of(url: str, key: str | None) -> ServerClient:
-    """Ends the program with exit code 2 where what was said can't be used."""
+    """Return a client for `url`; end the program with exit code 2 if `url` or `key` is invalid."""
     from mlx_manager.client import ServerClient
 
     if key is not None and not (key.isascii() and key.isprintable()):
@@ -117,7 +117,7 @@ def client_of(url: str, key: str | None) -> ServerClient:
 def connected(
     url: str | None, key: str | None, key_advice: str = KEY_ADVICE
 ) -> Iterator[ServerClient]:
-    """A client of the server; what it raises ends the program with an exit code and a message."""
+    """Yield a client of the server, whose errors end the program with exit code and message."""
     from mlx_manager.client import ServerLost, ServerRefused, ServerUnreachable
 
     client = client_of(address(url), key)
@@ -139,7 +139,7 @@ def connected(
 
 
 def exit_code(status: int) -> ExitCode:
-    """For the HTTP status of an error."""
+    """Return the exit code for the HTTP status of an error."""
     match status:
         case HTTPStatus.NOT_FOUND:
             return ExitCode.NOT_FOUND

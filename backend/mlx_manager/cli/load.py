@@ -116,7 +116,7 @@ def cancel(
 
 
 def waiting(text: str) -> AbstractContextManager[object]:
-    """A sign of life where somebody looks."""
+    """Return a context that shows `text` with a spinner, if stderr is a terminal."""
     if not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console

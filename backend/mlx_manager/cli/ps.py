@@ -69,7 +69,7 @@ def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, 
 
 
 def stay(model: dict[str, Any]) -> str:
-    """For how long a model that nobody asks for stays."""
+    """Return in words how long a model without requests stays loaded."""
     if model["outdated"]:
         return "until it is idle: its settings changed"
     if model["pinned"]:

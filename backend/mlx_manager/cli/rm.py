@@ -73,7 +73,10 @@ def plan(name: str, models_dir: Path | None) -> Removal:
 
 
 def refuse_if_loaded(found: Removal, url: str, key: str | None) -> None:
-    """A server elsewhere has other files; one that is not ours says nothing of loading."""
+    """End the program if the server at `url` has the model loaded.
+
+    A server elsewhere has other files. A server of another kind does not tell what is loaded.
+    """
     if not answers(url):
         return
     from mlx_manager.client import ServerRefused, ServerUnreachable

@@ -46,8 +46,7 @@ MEANINGS = {
 
 
 def colour(name: str) -> str | None:
-    """For what is printed; None where NO_COLOR says that nobody wants any, or TERM that there are
-    none."""
+    """Return the colour for printing; None if NO_COLOR is set, or TERM names a dumb terminal."""
     return None if os.environ.get("NO_COLOR") or is_dumb() else name
 
 
@@ -61,7 +60,7 @@ def complain(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """On stderr, so that what is piped on stays clean."""
+    """Print a note on stderr, so that piped output stays clean."""
     typer.secho(in_lines(message), err=True, dim=True)
 
 
@@ -114,8 +113,10 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def show(made: Table) -> None:
-    """On a terminal within its width, or where not even names and numbers fit, in whole lines that
-    it breaks. In a pipe as wide as it needs to be, for grep and awk.
+    """Print a table within the terminal's width.
+
+    Where not even names and numbers fit, print whole lines, which the terminal breaks. In a pipe
+    the table is as wide as needed, for grep and awk.
     """
     from rich.cells import cell_len
     from rich.console import Console
