@@ -13,7 +13,7 @@ from mlx_manager.printable import in_utf8
 
 @dataclass(slots=True)
 class Answer:
-    """`first` and `ended` are seconds after the question; None until then.
+    """One answer. `first` and `ended` are seconds after the question; None until then.
 
     `stopped`: the person ended it. `usage` None: the server did not say, or was not let.
     """
@@ -52,7 +52,7 @@ class Answer:
         )
 
     def document(self) -> dict[str, Any]:
-        """As JSON: usage under OpenAI's names, times in seconds."""
+        """Return the answer as JSON: usage under OpenAI's names, times in seconds."""
         usage = self.usage and {
             "prompt_tokens": self.usage.prompt,
             "completion_tokens": self.usage.completion,

@@ -84,7 +84,7 @@ def display_for(console: Console, markdown: bool, reasoning: bool) -> Display:
 
 
 class Harmless:
-    """Has a terminal show what a model writes, and not obey it."""
+    """Display that removes control characters, so that a terminal does not obey the model."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
@@ -98,7 +98,7 @@ class Harmless:
 
 
 class Silent:
-    """For answers that are printed when they are whole."""
+    """Display of nothing, for answers that are printed when complete."""
 
     def show(self, chunk: Chunk) -> None: ...
 
@@ -106,7 +106,7 @@ class Silent:
 
 
 class PlainDisplay:
-    """Text as it comes, thinking dim if it is wanted."""
+    """Display of text as it comes, with thinking dim if it is wanted."""
 
     def __init__(self, out: IO[str], *, reasoning: bool) -> None:
         self._out = out
@@ -136,8 +136,10 @@ class PlainDisplay:
 
 
 class MarkdownDisplay:
-    """Blocks of Markdown are printed for good once the next one begins; until then the last one is
-    drawn again and again, no taller than the screen.
+    """Display of Markdown in blocks.
+
+    A block is printed for good once the next one begins. Until then it is drawn again and again, no
+    taller than the screen.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ class MarkdownDisplay:
             self._waiting = None
 
     def _refresh(self) -> None:
-        """At most half the time goes into drawing, however long the block grows."""
+        """Draw if due. At most half the time goes into drawing, however long the block grows."""
         began = self._clock()
         if began < self._due:
             return
@@ -241,7 +243,7 @@ def is_blank(line: list[Segment]) -> bool:
 
 
 class FlushHeading(Heading):
-    """rich centres the largest; an answer is no title page."""
+    """Heading at the left margin; rich centres the largest headings."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         self.text.justify = "left"

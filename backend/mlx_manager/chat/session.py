@@ -216,7 +216,7 @@ class CommandCompleter(Completer):
 
 
 def make_prompt(models: Callable[[], list[str]], history: History) -> PromptSession[str]:
-    """Enter sends, Alt-Enter begins a new line; Tab completes commands."""
+    """Return the prompt: Enter sends, Alt-Enter begins a new line, Tab completes commands."""
     keys = KeyBindings()
 
     @keys.add("enter")
