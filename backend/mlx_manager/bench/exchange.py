@@ -20,7 +20,7 @@ LONGEST_ERROR = 300
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Moments are `time.perf_counter`'s. arrivals: of each chunk with output, in order.
+    """Outcome of one request. Moments are `time.perf_counter`'s. arrivals: of chunks with output.
 
     status 0: no answer came. usage None: the server sent none. error "" : it ended as it should.
     """
@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def output_tokens(self) -> int:
-        """As the server counted them; one a chunk where it did not."""
+        """Return the tokens that the server counted; one a chunk where it did not count."""
         return len(self.arrivals) if self.usage is None else self.usage.completion
 
 
@@ -51,7 +51,7 @@ def make_session(plan: Plan) -> aiohttp.ClientSession:
 
 
 def proxy_for(url: str) -> str | None:
-    """The environment's, as `ServerClient` takes it; none before this machine's own servers."""
+    """Return the environment's proxy for `url`; None for this machine's own servers."""
     place = urlsplit(url)
     host = place.hostname or ""
     if is_loopback(host) or proxy_bypass(host):
@@ -62,8 +62,10 @@ def proxy_for(url: str) -> str | None:
 
 
 async def exchange(session: aiohttp.ClientSession, plan: Plan, body: dict[str, Any]) -> Outcome:
-    """While pieces arrive only their times are noted; they are read when all are there, so that
-    the client is not what is measured.
+    """Send one request and return its outcome.
+
+    While pieces arrive only their times are noted. The pieces are parsed when all are there, so
+    that the client is not what is measured.
     """
     pieces: list[tuple[float, bytes]] = []
     status = 0

@@ -34,7 +34,7 @@ FORMAT = 1
 """Number of the report's shape; another shape has another."""
 OURS, THEIRS = "mlx_manager", "mlx_lm"
 LEAST_TOKENS = 2
-"""Between which there is time to be measured."""
+"""Least number of tokens of an answer, between which there is time to measure."""
 SECONDS = 3600
 """Timeout of the client for one answer."""
 LAST_LINES = 3
@@ -93,11 +93,11 @@ class Figures:
 
 
 Side = Callable[[list[int], int], Answer]
-"""Answers a prompt with so many tokens."""
+"""Function that answers a prompt with so many tokens."""
 
 
 def share(source: ModelSource, load: Load, tell: Callable[[str], None]) -> dict[str, Any]:
-    """The report. `tell` hears of every round.
+    """Return the report. `tell` is called with every round.
 
     Raises:
         ShareFailed: one of the two does not load the model, or fails to answer.
@@ -151,7 +151,7 @@ def take_turns(
     load: Load,
     tell: Callable[[str], None],
 ) -> list[dict[str, Figures]]:
-    """Figures of every side in every round. A round before the first warms up."""
+    """Return the figures of every side in every round. A round before the first warms up."""
     found = []
     for number in range(-1, load.rounds):
         tell(f"round {number + 1} of {load.rounds}" if number >= 0 else "warming up")
@@ -166,7 +166,7 @@ def take_turns(
 
 
 def summary(rounds: list[dict[str, Figures]]) -> dict[str, Any]:
-    """Median, least and most of each side, and of ours divided by theirs round by round."""
+    """Return median, least and most of each side, and of ours divided by theirs in each round."""
     found: dict[str, Any] = {}
     for metric in Figures.__dataclass_fields__:
         values = {name: [getattr(each[name], metric) for each in rounds] for name in rounds[0]}
@@ -196,7 +196,7 @@ def model_facts(source: ModelSource) -> dict[str, Any]:
 
 @contextmanager
 def our_server(model: str) -> Iterator[str]:
-    """The address of a server with the model.
+    """Run a server with the model and yield its address.
 
     Raises:
         ShareFailed: it could not start.
@@ -209,7 +209,7 @@ def our_server(model: str) -> Iterator[str]:
 
 
 def completed(http: httpx.Client, model: str, ids: list[int], tokens: int) -> Answer:
-    """One completion of a server, timed from here.
+    """Return one completion of a server, timed by the client.
 
     Raises:
         ShareFailed: it is not answered.
