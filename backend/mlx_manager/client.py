@@ -1,4 +1,4 @@
-"""A server somewhere, over HTTP: its models, chat with it, and its administration."""
+"""Client of a server over HTTP: its models, chat, and its administration."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from mlx_manager.mlx_server.address import is_loopback
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 LOAD_SECONDS = 3600.0
-"""Loading a model reads all its bytes, and may download them first."""
+"""Timeout in seconds of requests that may load a model, which may download it first."""
 
 
 class ServerUnreachable(Exception):
-    """Nobody answers there."""
+    """Failure to connect: no server answers at the URL."""
 
 
 class ServerLost(ServerUnreachable):
-    """Somebody listens there, who did not answer, or not to the end."""
+    """Failure of a connection that was made: there was no answer, or not all of it."""
 
 
 class ServerRefused(Exception):
-    """The server answered with an error. `status` is HTTP's; 200 for one inside a stream."""
+    """Error that the server answered. `status` is HTTP's; 200 for an error inside a stream."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -39,10 +39,10 @@ class ServerRefused(Exception):
 
 
 class ServerClient:
-    """Talks to the server at `url` (without `/v1`). Close it after use.
+    """Client of the server at `url` (without `/v1`). To be closed after use.
 
-    A proxy of the environment is passed by for this machine's own servers: it would look for them
-    on its own.
+    This machine's own servers are reached without the environment's proxy, which would look for
+    them on the proxy's machine.
 
     Every method raises:
         ServerUnreachable: the connection can't be made, or breaks.

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens, as the server counted them. `cached`: how many of the prompt's it had already."""
+    """Token counts of the server. `cached`: number of the prompt's tokens that were cached."""
 
     prompt: int
     completion: int
@@ -34,7 +34,7 @@ class Chunk:
 
 
 def lines(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
-    """Each line of a stream with the moment at which its end came.
+    """Yield each line of a stream with the moment at which the line's end came.
 
     Only a line feed ends one: an answer may have U+2028 and what else `str.splitlines` breaks at.
     """
@@ -48,7 +48,7 @@ def lines(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
 
 
 def read_line(line: str) -> Chunk | None:
-    """The chunk in a line of the stream; None for comments, blank lines and `[DONE]`.
+    """Return the chunk in a line of the stream; None for comments, blank lines and `[DONE]`.
 
     A line that is not JSON, or has another shape, is a chunk with an `error`.
     """
@@ -64,7 +64,7 @@ def read_line(line: str) -> Chunk | None:
 
 
 def read_chunk(body: Any) -> Chunk:
-    """Servers differ in which keys they leave out and which they send as null."""
+    """Return the chunk in an event. Servers leave out some keys, or send null for them."""
     if error := body.get("error"):
         return Chunk(error=error_message(body, str(error)))
     usage = read_usage(body.get("usage"))

@@ -94,13 +94,13 @@ def ready_address(process: subprocess.Popen[str], log: IO[str]) -> str:
 
 
 def stdin_ends() -> None:
-    """Returns once it has, as it does with whoever holds its other end."""
+    """Wait until stdin ends, as it does when the process with its other end ends."""
     while os.read(sys.stdin.fileno(), 1):
         pass
 
 
 def end_with_session() -> None:
-    """Once stdin is at its end, stop as on SIGTERM, or after END_SECONDS at once."""
+    """Stop as on SIGTERM once stdin ends; END_SECONDS later end at once."""
     stdin_ends()
     signal.alarm(END_SECONDS)  # Nobody handles it, which ends the program.
     os.kill(os.getpid(), signal.SIGTERM)

@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 STACK = 2**20
-"""Bytes. Rust's threads, which fill masks, have 2 MiB; Python's have more."""
+"""Stack in bytes. Rust's threads, which fill masks, have 2 MiB; Python's have more."""
 PATIENCE = 10.0
 """Seconds that a grammar may take on a machine that is busy."""
 LOOK = 0.01
 """Seconds between two looks at the memory."""
 TOO_MUCH_MEMORY = 75
-"""Exit code."""
+"""Exit code of a process that took too much memory."""
 STEPS = 16
-"""Bytes of an answer that are tried."""
+"""Number of bytes of an answer that are tried."""
 SLOWEST_STEP = 0.25
 """Seconds of the processor for a mask. It is filled between the steps of everybody's answers."""
 KEPT = 4
-"""Vocabularies."""
+"""Number of vocabularies that are kept."""
 BYTES = 256
 
 LENGTH = struct.Struct(">I")
@@ -92,7 +92,7 @@ class StandIn:
 
 
 def vocabulary(size: int, special: dict[str, int], end: int) -> LLTokenizer:
-    """llguidance's form of a stand-in."""
+    """Return llguidance's form of a stand-in."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     # The end may be one of the bytes here: one more token is none of theirs.
@@ -103,7 +103,7 @@ def vocabulary(size: int, special: dict[str, int], end: int) -> LLTokenizer:
 
 
 def peak() -> int:
-    """Bytes that the process has had at most."""
+    """Return the peak memory of the process, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -120,10 +120,10 @@ def private() -> int | None:
 
 
 class Watch:
-    """Ends the process when a job takes too long or too much memory.
+    """Watch that ends the process when a job takes too long or too much memory.
 
-    Linux refuses the memory itself, at which the compiler aborts. Elsewhere a thread looks at the
-    peak, which it can only while native code gives Python's lock away.
+    Linux itself refuses the memory, at which the compiler aborts. Elsewhere a thread looks at the
+    peak, which works only while native code releases Python's lock.
     """
 
     def __init__(self) -> None:
@@ -133,9 +133,7 @@ class Watch:
         threading.Thread(target=self._look, daemon=True).start()
 
     def begin(self, seconds: float, memory: int) -> None:
-        """
-        seconds: of the processor. memory: bytes by which the process may grow.
-        """
+        """Begin a job. seconds: of CPU time. memory: bytes by which the process may grow."""
         self._before = peak()
         self._most = self._before + memory
         held = private()
@@ -147,7 +145,7 @@ class Watch:
         self._working.set()
 
     def end(self) -> int:
-        """Bytes by which the process has grown."""
+        """End a job; return the bytes by which the process has grown."""
         self._working.clear()
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -165,7 +163,7 @@ class Watch:
 
 
 def tried(texts: LLTokenizer, grammar: str, most: int | None) -> str | None:
-    """Compile a grammar and write the beginning of an answer; why it is of no use, if so."""
+    """Compile a grammar and write the beginning of an answer; return why it fails, or None."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(texts, grammar, log_level=0, limits=LLParserLimits(max_items_in_row=most))
@@ -218,7 +216,7 @@ def serve(source: IO[bytes], target: IO[bytes]) -> None:
 
 
 def on_small_stack(function: Callable[[], None]) -> None:
-    """Call it in a thread of `STACK` bytes."""
+    """Call `function` in a thread with a stack of `STACK` bytes."""
     threading.stack_size(STACK)
     thread = threading.Thread(target=function)
     thread.start()
@@ -227,7 +225,7 @@ def on_small_stack(function: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    """Try what comes by stdin."""
+    """Try the grammars that come on stdin."""
     # A core of each process that dies would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for ending in (signal.SIGALRM, signal.SIGPROF):

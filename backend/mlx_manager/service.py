@@ -38,9 +38,9 @@ class InvalidValue(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """user: whose rights it has, for a service of the whole system; None for one's own.
+    """Server as a service. user: the user it runs as, for a service of the whole system; else None.
 
-    program: the command that serves. stop_seconds: what it gets to end.
+    program: the command that serves. stop_seconds: time that the program gets to end.
     """
 
     kind: Kind
@@ -81,8 +81,11 @@ class Service:
         return [["launchctl", "bootstrap", self._domain(), str(self.definition_file)]]
 
     def forget_command(self) -> list[str]:
-        """Has systemd, which gives up after some failures, count anew, and launchd, which loads no
-        service twice, unload it; it fails if there is nothing to forget."""
+        """Return the command by which the service manager forgets the service's past.
+
+        systemd, which gives up after some failures, counts anew. launchd, which loads no service
+        twice, unloads it. The command fails if there is nothing to forget.
+        """
         if self.kind == "systemd":
             return [*systemctl(self.user), "reset-failed", UNIT]
         return self.stop_commands()[0]
@@ -98,7 +101,7 @@ class Service:
         return ["launchctl", "print", f"{self._domain()}/{LABEL}"]
 
     def ready_command(self) -> list[str]:
-        """Prints what a server that is ready has told systemd."""
+        """Return the command that prints the status that a ready server has told systemd."""
         return [*systemctl(self.user), "show", "--property=StatusText", "--value", UNIT]
 
     def log_command(self) -> str:
@@ -107,7 +110,7 @@ class Service:
         return f"journalctl {'--user ' if self.user is None else ''}-u {UNIT} -f"
 
     def last_words_command(self) -> list[str]:
-        """Prints the end of the log that systemd keeps."""
+        """Return the command that prints the end of systemd's log of the service."""
         own = ["--user"] if self.user is None else []
         return ["journalctl", *own, f"--unit={UNIT}", "--lines=8", "--output=cat", "--no-pager"]
 
@@ -236,10 +239,10 @@ def environment_text(variables: Mapping[str, str]) -> str:
 
 
 def write(file: Path, content: str, mode: int, owner: str | None = None) -> None:
-    """Whole or not at all, and never readable by more than `mode` says.
+    """Write a file atomically, never readable by more users than `mode` allows.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the file can't be written.
         LookupError: there is no such `owner`.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -301,7 +304,7 @@ def absolute(path: str) -> str:
 
 
 def masked(variables: Mapping[str, str]) -> dict[str, str]:
-    """For eyes: what is secret by its name, or a URL with a password, is not shown."""
+    """Return the variables with secrets masked: by their names, or URLs with a password."""
     return {
         name: "********"
         if re.search(r"(KEY|TOKEN|SECRET|PASSWORD|HEADERS)$", name) or re.search(r"://.*@", value)
@@ -326,7 +329,7 @@ PLACE = re.compile(
     r"(HF|MLX_PTX)_(.+_)?(HOME|CACHE|PATH|DIR)|OTEL_EXPORTER_OTLP_(.+_)?(CERTIFICATE|CLIENT_KEY)"
     r"|SSL_CERT_(FILE|DIR)"
 )
-"""Those of them that are a folder's or a file's."""
+"""Names of other variables that hold the path of a folder or file."""
 
 
 def as_text(value: object) -> str:
@@ -340,5 +343,5 @@ def as_text(value: object) -> str:
 
 
 def shown(commands: Sequence[Sequence[str]]) -> str:
-    """As lines to paste into a shell."""
+    """Return the commands as lines to paste into a shell."""
     return "\n".join("  " + shlex.join(command) for command in commands)
