@@ -11,11 +11,11 @@ from mlx_manager.mlx_server.engine.sequence import Sequence as Row
 
 
 class Crew:
-    """What is the same in all steps of the same rows, found out once.
+    """Values that are the same in every step of one set of rows, computed once.
 
     Attributes:
         rows: in the order of the step.
-        plain: whether each just draws its best token, now and ever after.
+        plain: whether every row draws its most likely token in all steps and wants nothing else.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -36,5 +36,5 @@ class Crew:
 
     @property
     def needs_host(self) -> bool:
-        """Whether the tokens of the step before must be read before the next are drawn."""
+        """Return whether the last step's tokens must be read before the next ones are drawn."""
         return not self.plain and any(row.needs_host for row in self.rows)

@@ -1,4 +1,4 @@
-"""How the host learns a step's tokens."""
+"""Transfer of a step's tokens to the host."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from mlx_manager.mlx_server.devices.cuda.mapped import TOKENS, Box, Carrier, car
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """Tokens of a step. `sent` is to be evaluated with it; `box`: where they are then, if not
-    there, and by whom. On an NVIDIA GPU their array stays where it is: see `mapped`."""
+    """Tokens of a step, on their way to the host.
+
+    sent: the array to evaluate with the step. rows: number of tokens. box: the box that holds the
+    tokens once `sent` is evaluated, and its carrier, on an NVIDIA GPU, where reading the tokens'
+    own array would move it (see `mapped`). None: `sent` holds the tokens.
+    """
 
     sent: mx.array
     rows: int
@@ -20,7 +24,7 @@ class Letter:
 
     @staticmethod
     def of(tokens: mx.array) -> Letter:
-        """tokens: (rows,) uint32, not evaluated."""
+        """Prepare the transfer of `tokens`, (rows,) uint32, not evaluated."""
         match carrier():
             case Carrier() as found if tokens.size <= TOKENS:
                 told, box = found.tell(tokens)
@@ -28,7 +32,7 @@ class Letter:
         return Letter(tokens, tokens.size, None)
 
     def read(self) -> list[int]:
-        """Waits for the step. Once only."""
+        """Wait for the step and return its tokens. May be called once only."""
         tokens: list[int]
         if self.box is None:
             tokens = self.sent.tolist()  # type: ignore[assignment]

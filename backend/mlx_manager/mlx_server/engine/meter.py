@@ -1,4 +1,4 @@
-"""How long things take in an engine, counted by size so that a token costs next to nothing."""
+"""Durations measured in an engine, counted by size so that a token costs next to nothing."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Durations:
 
 
 class Meter:
-    """What one engine's steps and tokens take.
+    """Durations of one engine's steps, and of the gaps between its tokens.
 
-    host: of each step, what it took less the wait for the device.
-    gaps: between a row's tokens, as the host reads them.
+    host: time of each step less the wait for the device.
+    gaps: time between a row's tokens, as the host reads them.
     """
 
     def __init__(self) -> None:
@@ -54,9 +54,13 @@ class Meter:
         self.gaps = Durations(GAP_BOUNDS)
 
     def read(self, now: float, before: Sequence[float]) -> None:
-        """A token was read of each row, whose last one was read at that time; 0: it is its first.
+        """Count the gaps before the tokens that were read at `now`, one of each row.
 
-        All rows that were in the last step share one time, and are counted at once.
+        All rows of the last step share one time, and are counted at once.
+
+        Args:
+            now: when the tokens were read, in seconds.
+            before: when each row's token before was read; 0 if the row has had none.
         """
         for earlier in set(before):
             if earlier:

@@ -29,16 +29,16 @@ from mlx_manager.mlx_server.devices.draws.chances import chances, halves
 BLOCK = 64
 # Candidates that almost always hold the whole nucleus; tried before a full sort on a CPU.
 CANDIDATES = 256
-# Colder is greedy: logits over less leave float32's range, and nothing but the best is drawn there.
+# Colder is greedy: logits divided by less leave float32's range, and only the best is drawn there.
 COLDEST = 1e-5
-# Repetition penalties beyond change nothing more of what is drawn, but leave that range, too.
+# Repetition penalties beyond these change no draw any more, but leave that range, too.
 LEAST_PENALTY, MOST_PENALTY = 1e-25, 1e25
 _MASK64 = (1 << 64) - 1
 
 
 @dataclass(slots=True)
 class SamplerState:
-    """What sampling needs to know of one sequence, kept up to date by `advance`.
+    """Sampling state of one sequence, kept up to date by `advance`.
 
     prompt: distinct prompt tokens, for the repetition penalty; empty unless it is used.
     banned: token ids that may not be drawn now (end-of-turn tokens before `min_tokens`).
@@ -52,7 +52,7 @@ class SamplerState:
     counts: Counter[int] = field(default_factory=Counter)
     seed: int = 0
     penalised: bool = field(init=False)
-    # What the repetition penalty is for, each once: thousands, that a step takes as they are.
+    # Distinct tokens that the repetition penalty applies to: thousands, copied as one array a step.
     _seen: array[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,29 +79,29 @@ class SamplerState:
 
     @property
     def adjusted(self) -> bool:
-        """Whether the logits must be changed, which takes the tokens drawn so far."""
+        """Return whether the logits must be changed, which takes the tokens drawn so far."""
         biased = bool(self.sampling.logit_bias) or bool(self.banned)
         return self.penalised or biased or self.mask is not None
 
     def advance(self, token: int) -> None:
-        """`token` has been drawn. Only who is `penalised` need be told."""
+        """Count a token that has been drawn. Only `penalised` sequences need this."""
         if token not in self.counts and token not in self.prompt:
             self._seen.append(token)
         self.counts[token] += 1
 
     @property
     def seen(self) -> NDArray[np.int32]:
-        """(n,) the tokens of `prompt` and those drawn since."""
+        """Return the distinct tokens of `prompt` and those drawn since, (n,) int32."""
         return np.array(self._seen, np.int32)
 
 
 class Asked:
-    """What rows ask for, found out once for as long as the same ones draw together.
+    """Sampling parameters of rows, computed once for as long as the same rows draw together.
 
     Attributes:
         rows: one state a row, in order.
-        greedy: the numbers of those that want the best token.
-        filtered: the numbers of those that exclude unlikely ones.
+        greedy: the numbers of the rows that want the best token.
+        filtered: the numbers of the rows that exclude unlikely tokens.
     """
 
     def __init__(self, rows: Sequence[SamplerState]) -> None:
@@ -113,7 +113,7 @@ class Asked:
 
     @cached_property
     def host(self) -> NDArray[np.float32]:
-        """(rows, len(Wish))."""
+        """Return the parameters, (rows, len(Wish)) float32, on the host."""
         return np.array(
             [
                 (
@@ -130,12 +130,12 @@ class Asked:
 
     @cached_property
     def wishes(self) -> mx.array:
-        """`host`, where a GPU need not fetch it."""
+        """Return `host` as an array in the device's memory, so that a GPU need not fetch it."""
         return mx.array(self.host) + 0
 
     @cached_property
     def wants_best(self) -> mx.array:
-        """(rows,) bool: the rows of `greedy`."""
+        """Return which rows are in `greedy`, (rows,) bool."""
         return self.column(Wish.GREEDY)[:, 0] > 0
 
     @cached_property
@@ -144,15 +144,15 @@ class Asked:
 
     @cached_property
     def seeds(self) -> mx.array:
-        """(rows, 2) uint32, as `DrawKernel` takes them."""
+        """Return the seeds as `DrawKernel` takes them, (rows, 2) uint32."""
         return mx.array(halves(self._seeds)) + 0
 
     def chances(self, drawn: Sequence[int]) -> NDArray[np.float32]:
-        """(rows,) numbers in [0, 1) that decide each row's token after so many."""
+        """Return (rows,) numbers in [0, 1), which decide each row's token after `drawn` ones."""
         return chances(self._seeds, drawn)
 
     def draw(self, kernel: DrawKernel, logits: mx.array, drawn: Sequence[int]) -> mx.array:
-        """A token of each row of `logits`, padding included, by `kernel`."""
+        """Draw a token of each row of `logits`, padding included, by `kernel`."""
         expected, places = self._next
         if expected != drawn:
             places = mx.array(list(drawn), mx.uint32)
@@ -162,14 +162,14 @@ class Asked:
         return tokens
 
     def column(self, which: Wish) -> mx.array:
-        """(rows, 1), on the device."""
+        """Return one parameter of all rows, (rows, 1), on the device."""
         if which not in self._columns:
             self._columns[which] = self.wishes[:, which : which + 1]
         return self._columns[which]
 
     @cached_property
     def by_filtered(self) -> Asked:
-        """What the `filtered` rows alone ask for."""
+        """Return the parameters of the `filtered` rows alone."""
         return Asked([self.rows[i] for i in self.filtered])
 
 
@@ -195,8 +195,8 @@ def sample(logits: mx.array, asked: Asked, drawn: Sequence[int]) -> mx.array:
 
 
 def best(logits: mx.array) -> mx.array:
-    """Of each row of `logits`, (rows, vocabulary), the most likely token, the first of equals:
-    (rows,) uint32, not evaluated."""
+    """Return the most likely token of each row of `logits`, (rows, vocabulary), the first of
+    equals: (rows,) uint32, not evaluated."""
     match checked(logits.dtype):
         case DrawKernel() as kernel:
             return kernel.best(logits)
@@ -204,7 +204,7 @@ def best(logits: mx.array) -> mx.array:
 
 
 def sample_portably(logits: mx.array, asked: Asked, drawn: Sequence[int]) -> mx.array:
-    """What `DrawKernel` does, in MLX's own operations; some rows are not greedy."""
+    """Draw as `DrawKernel` does, in MLX's own operations; at least one row is not greedy."""
     scaled = logits.astype(mx.float32) / asked.column(Wish.HEAT)
     scaled = scaled - scaled.max(axis=-1, keepdims=True)
     if asked.filtered:
@@ -234,7 +234,8 @@ def _draw(weights: mx.array, chance: mx.array) -> mx.array:
     inside = mx.take_along_axis(weights, block[:, :, None], axis=1)[:, 0]
     past = before + mx.cumsum(inside, axis=-1) > target
     allowed = inside > 0
-    # Rounding may leave the target just past the block's last sum: then its last token is it.
+    # Rounding may leave the target just past the block's last sum: then take the last allowed
+    # token.
     last = BLOCK - 1 - mx.argmax(allowed[:, ::-1], axis=-1)
     hit = past & allowed
     within = mx.where(hit.any(axis=-1), mx.argmax(hit, axis=-1), last)
@@ -263,7 +264,7 @@ def _filtered(scaled: mx.array, asked: Asked) -> mx.array:
 
 
 def _nucleus(own: mx.array, asked: Asked) -> mx.array:
-    """(rows, 1): the logit of the last token that top_k and then top_p keep."""
+    """Return the logit of the last token that top_k and then top_p keep, (rows, 1)."""
     vocabulary = own.shape[-1]
     kept = asked.host[:, Wish.KEEP]
     enough = vocabulary if (kept == 0).any() else int(kept.max())
@@ -280,7 +281,8 @@ def _nucleus(own: mx.array, asked: Asked) -> mx.array:
 
 
 def _last_kept(head: mx.array, keep: mx.array, mass: mx.array, whole: mx.array) -> mx.array:
-    """The smallest of the sorted `head` that is among the first `keep` and within the nucleus."""
+    """Return the smallest of the sorted `head` that is among the first `keep` and within the
+    nucleus."""
     size = head.shape[-1]
     place = mx.arange(size)
     among = place < keep
@@ -328,7 +330,8 @@ def _adjust(logits: mx.array, rows: Sequence[SamplerState]) -> mx.array:
 
 
 def _mask(logits: mx.array, rows: Sequence[SamplerState]) -> mx.array:
-    """Exclude (-inf) what the rows' masks don't allow. Rows without one are not touched."""
+    """Exclude (-inf) tokens that the rows' masks don't allow. Rows without a mask stay as they
+    are."""
     chosen = [i for i, row in enumerate(rows) if row.mask is not None]
     if not chosen:
         return logits
@@ -348,7 +351,7 @@ def _mask(logits: mx.array, rows: Sequence[SamplerState]) -> mx.array:
 
 
 def logprobs(logits: mx.array, tokens: mx.array, best: int) -> tuple[mx.array, mx.array, mx.array]:
-    """The probabilities that the model itself gives, before anything a request asks for.
+    """Return the log probabilities that the model itself gives, before any sampling parameter.
 
     Args:
         logits: (rows, vocabulary).
@@ -361,7 +364,7 @@ def logprobs(logits: mx.array, tokens: mx.array, best: int) -> tuple[mx.array, m
     """
     logits = logits.astype(mx.float32)
     logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    # Numbered as `ids` are: what gathers by another dtype is another kernel, 5 s of NVRTC's.
+    # The dtype of `ids`: gathering by another dtype would compile another kernel, 5 s of NVRTC.
     chosen = mx.take_along_axis(logs, tokens[:, None].astype(mx.uint32), axis=-1)[:, 0]
     first = logs.shape[-1] - best
     ids = mx.argpartition(logs, min(first, logs.shape[-1] - 1), axis=-1)[:, first:]
@@ -374,9 +377,8 @@ def _columns(entries: list[tuple[int, int, float]]) -> tuple[mx.array, mx.array,
 
 
 def every_way(logits: mx.array) -> Iterator[mx.array]:
-    """Draws from `logits`, (2, vocabulary), in every way that requests may ask for, one of each:
-    what a device compiles for them, it then has, and kernels are checked. Nothing is evaluated, but
-    by those checks."""
+    """Draw from `logits`, (2, vocabulary), once in every way that requests may ask for, so that the
+    device compiles and checks its kernels. Nothing is evaluated except by those checks."""
     known = -(-logits.shape[-1] // 32)
     masked = partial(SamplerState, mask=np.full(known, -1, np.int32))
     greedy, warm = SamplerState(Sampling(temperature=0.0)), SamplerState(Sampling())

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What a row wants to know: of `best` alternatives to each token, and whether of its prompt's.
+    """Log probabilities that a row asks for.
 
-    piece: the bytes of a token.
+    best: number of alternatives to each token. prompt: whether the prompt's tokens are scored, too.
+    piece: returns the bytes of a token.
     """
 
     best: int
@@ -30,7 +31,8 @@ class Scoring:
     def write(
         self, token: int, logprob: float | None, ids: Sequence[int], values: Sequence[float]
     ) -> TokenLogprob:
-        """`ids` and `values`: at least `best` alternatives, in no order."""
+        """Return the score of `token`. `ids`, `values`: at least `best` alternatives, in no
+        order."""
         order = sorted(range(len(ids)), key=lambda i: (-values[i], ids[i]))[: self.best]
         top = tuple((ids[i], self.piece(ids[i]), values[i]) for i in order)
         return TokenLogprob(token, self.piece(token), logprob, top)
@@ -38,10 +40,10 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where in a step's logits is what.
+    """Positions in a step's logits.
 
-    draws: the logits of each row that draws, in order. chunks: where those of each chunk begin of
-    which every token has some, by the chunk's number.
+    draws: the position of each row that draws, in order. chunks: the first position of each chunk
+    whose tokens all have logits, by the chunk's number.
     """
 
     draws: list[int]
@@ -62,24 +64,25 @@ class Places:
         return places
 
     def drawn(self, logits: mx.array) -> mx.array:
-        """The logits (rows, vocabulary) that are drawn from, if there are any."""
+        """Return the logits that are drawn from, (rows, vocabulary); all of them if no row
+        draws."""
         return logits[mx.array(self.draws, mx.int32)] if self.chunks and self.draws else logits
 
 
 Found = tuple[mx.array, mx.array, mx.array]
-"""What `sampling.logprobs` returns."""
+"""Result of `sampling.logprobs`."""
 
 
 @dataclass(slots=True)
 class Scores:
-    """One step's, on their way from the device."""
+    """Scores of one step, on their way from the device."""
 
     asking: list[int] = field(default_factory=list)
     drawn: Found | None = None
     prompts: list[tuple[Row, int, Found]] = field(default_factory=list)
 
     def add_drawn(self, logits: mx.array, rows: Sequence[Row], tokens: mx.array) -> None:
-        """Score the next tokens of who asks for it; `logits` begin with those of `rows`."""
+        """Score the next tokens of rows that ask for it; `logits` begin with those of `rows`."""
         wanted = {i: row.scoring.best for i, row in enumerate(rows) if row.scoring is not None}
         if wanted:
             self.asking = list(wanted)
@@ -101,7 +104,8 @@ class Scores:
         return [array for each in found for array in each]
 
     def read(self, rows: Sequence[Row], tokens: Sequence[int]) -> dict[int, TokenLogprob]:
-        """The score of each row's next token by the row's key; prompts' scores go to their rows."""
+        """Return each row's next token's score by the row's key; add prompts' scores to their
+        rows."""
         for row, first, found in self.prompts:
             listed = _listed(row, row.tokens[first:], found)
             # A row that was paused computes some of its prompt again.

@@ -32,8 +32,8 @@ class Sequence:
         guide: what the next token may be, if that depends on the answer so far.
         scoring: which log probabilities are wanted, if any.
         priority: lower ones are admitted first.
-        owner: who has it counted, by name; owners share the engine evenly.
-        request_id: of the request that it is a row of.
+        owner: name of the owner that the row is counted for; owners share the engine evenly.
+        request_id: identifies the request that the row belongs to.
         turn: prompt tokens before the last turn, which other prompts may begin with; 0 if unknown.
 
     Attributes:
@@ -113,35 +113,37 @@ class Sequence:
 
     @property
     def drawn(self) -> int:
-        """Tokens generated so far, known to the host or not."""
+        """Return the number of tokens generated so far, known to the host or not."""
         return self.known() + self.pending
 
     def known(self) -> int:
-        """Tokens generated so far that the host knows of. On any thread."""
+        """Return the number of generated tokens that the host knows of. Safe on any thread."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def remaining(self) -> int:
-        """Tokens whose keys and values are still to be computed before the next draw."""
+        """Return the number of tokens whose keys and values must be computed before the next
+        draw."""
         return len(self.tokens) - self.computed
 
     @property
     def needs_host(self) -> bool:
-        """Whether the next draw depends on tokens that the host must have read."""
+        """Return whether the next draw depends on tokens that the host must have read."""
         return self.sampler.adjusted or self.guide is not None
 
     @property
     def plain(self) -> bool:
-        """Whether each token is the likeliest, now and ever after, and nothing else is wanted."""
+        """Return whether the row draws its most likely token in all steps and wants nothing
+        else."""
         free = self.guide is None and self.scoring is None
         return free and self.sampler.greedy and not self.sampler.adjusted
 
     def span(self, queries: int) -> Span:
-        """What a step that has just been counted into `computed` covers."""
+        """Return the span of a step of `queries` tokens, which `computed` already counts."""
         return Span(self.table, self.computed, queries)
 
     def append(self, token: int) -> None:
-        """Take in a token that was drawn, and find out whether it ends the row."""
+        """Append a token that was drawn, and set `outcome` if it ends the row."""
         self.tokens.append(token)
         sampler = self.sampler
         if sampler.penalised:
@@ -156,7 +158,7 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether all of the prompt must be computed, for the probabilities of its tokens."""
+        """Return whether all of the prompt must be computed, for its tokens' log probabilities."""
         return self.scoring is not None and self.scoring.prompt
 
     def parse_ahead(self, token: int, logprob: TokenLogprob | None) -> None:
@@ -191,14 +193,14 @@ class Sequence:
             self.cached = tokens
 
     def full_pages(self, page_size: int) -> Iterable[tuple[int, int]]:
-        """(first token, page) of each page that is full, known to the host, and not yet shared."""
+        """Yield (first token, page) of each page that is full, known to the host and not shared."""
         ready = min(self.computed, len(self.tokens)) // page_size
         for i in range(self._committed, ready):
             yield i * page_size, int(self.table.pages[i])
 
     @property
     def node(self) -> Node:
-        """The prefix index's node of the last page that was shared."""
+        """Return the prefix index's node of the last page that was shared."""
         return self._node
 
     def committed(self, node: Node) -> None:
@@ -206,14 +208,14 @@ class Sequence:
         self._committed += 1
 
     def vacate(self) -> list[int]:
-        """Give up all pages; what was drawn is kept and can be recomputed."""
+        """Give up and return all pages; tokens are kept, so their pages can be recomputed."""
         self.computed = 0
         self._committed = 0
         self._node = ROOT
         return self.table.clear()
 
     def _forbid_early_stop(self) -> None:
-        """Ban what ends the answer before `min_tokens`, unless the guide allows nothing else."""
+        """Ban `stop_ids` before `min_tokens`, unless the guide allows nothing else."""
         sampler = self.sampler
         early = len(self.tokens) - self.prompt_length < self.min_tokens
         if early and sampler.mask is not None:

@@ -1,5 +1,5 @@
-"""From one thread to those who read rows' events: one message a step for all rows, and in an event
-loop coalesced for slow readers."""
+"""Delivery of rows' events from one thread to their readers: one message a step for all rows,
+coalesced for slow readers in an event loop."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mlx_manager.mlx_server.errors import MLXManagerError
 
 
 class Home(Protocol):
-    """Where rows' events are delivered, those of a step together."""
+    """Destination of rows' events; the events of a step are delivered together."""
 
     def deliver(self, batch: list[Delivery]) -> None:
-        """Deliver events and failures, in order. From any thread; it does not wait."""
+        """Deliver events and failures, in order, without waiting. Safe on any thread."""
         ...
 
 
 class Sink(Protocol):
-    """Who gets a row's events."""
+    """Receiver of a row's events."""
 
     @property
     def home(self) -> Home: ...
@@ -34,7 +34,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoopHome:
-    """The streams that an event loop reads."""
+    """Home of the streams that one event loop reads."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -63,7 +63,7 @@ class EventStream:
         return self
 
     async def __anext__(self) -> list[Event]:
-        """The events since the last call; `Admitted` alone.
+        """Return the events since the last call; `Admitted` is returned alone.
 
         Raises:
             MLXManagerError: the request failed; events before the failure are given first.
@@ -85,18 +85,19 @@ class EventStream:
         self._take = take
 
     def push(self, events: list[Event]) -> None:
-        """Take the shortcut, if there is one, and whoever reads has had all that came before."""
+        """Hand `events` to the shortcut, if there is one and the reader has read all before; events
+        that end the stream, or that the shortcut does not take, are kept for the reader."""
         taken = False
         try:
             if self._take is not None and self._reader() and type(events[-1]) is not Finished:
                 taken = self._take(events)
         finally:
-            # What fails fails once more on the long way, where it is answered.
+            # If the shortcut raises, the reader raises again on these events, and answers for it.
             if not taken:
                 self.keep(events)
 
     def keep(self, events: list[Event]) -> None:
-        """Have them read."""
+        """Keep `events` for the reader, and wake it."""
         self._events.extend(events)
         if type(events[-1]) is Finished:
             self._end()
@@ -109,7 +110,7 @@ class EventStream:
 
     def _end(self) -> None:
         self.ended = True
-        # It holds the answer, which the row's last step would keep.
+        # The shortcut refers to the answer, which the row's last step would keep in memory.
         self._take = None
 
     def _wake(self) -> None:
@@ -117,13 +118,13 @@ class EventStream:
             reader.set_result(None)
 
     def _reader(self) -> asyncio.Future[None] | None:
-        """Whoever waits for more."""
+        """Return the future that the reader waits for; None if it does not wait."""
         waiter = self._waiter
         return None if waiter is None or waiter.done() else waiter
 
 
 Delivery = tuple[Any, list[Event] | MLXManagerError]
-"""A sink, one of its home's own kind, and what it gets."""
+"""A sink, of the kind that its home serves, and its events or its failure."""
 
 
 def merge(events: list[Event]) -> list[Event]:
@@ -142,7 +143,7 @@ def merge(events: list[Event]) -> list[Event]:
 
 
 class Outbox:
-    """What a step has to tell its readers; `flush` costs one message to each of their homes."""
+    """Events and failures of a step, by home; `flush` sends one message to each home."""
 
     def __init__(self) -> None:
         self._by_home: defaultdict[Home, list[Delivery]] = defaultdict(list)
@@ -165,7 +166,7 @@ def _deliver(batch: list[Delivery]) -> None:
     try:
         _hand_over(rest, EventStream.push)
     finally:
-        # A shortcut that fails ends nobody else's answer.
+        # If a shortcut raises, the other streams still get their events.
         _hand_over(rest, EventStream.keep)
 
 

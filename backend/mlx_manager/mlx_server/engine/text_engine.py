@@ -1,9 +1,9 @@
 """The step loop of one text model: admit, step, route, deliver. Runs on the MLX thread.
 
 On a GPU a step's tokens are read (`_read`) when the next step has been queued, and only then parsed
-and handed to their readers (`_deliver`), so that the device hides the work of the host. On a CPU
+and delivered to their readers (`_deliver`), so that the device hides the work of the host. On a CPU
 the next step is put together before they are read, and queued after, so that pages are written in
-place. It holds up whoever queues it for most of its time, so tokens are handed on before that.
+place. To queue a step on a CPU blocks for most of its time, so tokens are delivered before that.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ from mlx_manager.mlx_server.utils.text import sized
 
 log = logging.getLogger(__name__)
 
-# The memory of larger steps is taken where there is so many times as much.
+# The memory of larger steps (`ample`) is taken where there is so many times as much.
 PLENTY = 8
-# Steps that would be long, one after another, after which it is given up.
+# Long steps in a row after which the memory of larger steps is given up.
 OFTEN = 32
-# Tokens that there is room for at most, where room costs nothing: slots are numbered by 32 bits.
+# Most tokens that room is made for where room costs nothing: slots are numbered by 32 bits.
 MOST_ROOM = 1 << 24
-# Of what there is, what is worth copying all of it for while kept pages could be given up instead.
-# On a GPU they take 60 ms, and what is left over is of use to what steps work on: MLX's buffers of
-# one size are of no use to another, and to free them for it takes 10 to 20 ms.
+# Fewest new pages, as a share of the pool, that are worth copying all pages for while cached pages
+# could be given up instead. On a GPU the copy takes 60 ms, and memory left over is of use to steps:
+# MLX's buffers of one size are of no use to another, and to free them takes 10 to 20 ms.
 WORTHWHILE = 1 / 8
 WORTHWHILE_AHEAD = 1 / 2
 # States of recurrent layers kept for reuse. Each may be as large as many pages.
@@ -82,11 +82,11 @@ STEPS_BETWEEN_TRIMS = 512
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine is doing. Bytes are those of all layers together.
+    """Figures of an engine. Bytes are those of all layers together.
 
-    pages_attainable: as many as there could be. Counted since it was made: steps, prompt_tokens
-    and generated_tokens of all rows, prefix_queries and prefix_hits in tokens, pauses. host_time,
-    token_gaps: see `Meter`.
+    pages_attainable: most pages that there could be. Counted since the engine was made: steps,
+    prompt_tokens and generated_tokens of all rows, prefix_queries and prefix_hits in tokens,
+    pauses. host_time, token_gaps: see `Meter`.
     """
 
     forward: str
@@ -134,11 +134,11 @@ class Undrawn:
 
 
 Read = tuple[Sequence, int, TokenLogprob | None]
-"""A row, the token that has been drawn for it, and how likely that was, if it wants to know."""
+"""A row, the token that has been drawn for it, and the token's score if the row asks for scores."""
 
 
 class TextEngine:
-    """Serves the sequences of one model.
+    """Engine that serves the sequences of one model.
 
     Args:
         forward: how the model is run.
@@ -151,7 +151,7 @@ class TextEngine:
             by the limits, with nothing in the ledger.
 
     Raises:
-        OutOfMemory: the ledger has not even that.
+        OutOfMemory: the ledger does not grant the bytes that a step works on.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class TextEngine:
         self._outbox = Outbox()
         self._masks = Masks()
         self._growing = False
-        # Of the stores, in bytes, what the ledger allows for.
+        # Bytes of the stores beyond their pages, which the ledger allows for.
         self._room = 0
         self._closed = False
         self._meter = Meter()
@@ -249,7 +249,7 @@ class TextEngine:
         self._crew = Crew(())
         # The first step before which a running row may have drawn all its tokens.
         self._full_at = 0
-        # The row whose own output is being worked on, and whose failure is nobody else's.
+        # The row whose own output is being worked on: an error then fails this row alone.
         self._at_fault: Sequence | None = None
         self._last_read: float | None = None
 
@@ -267,7 +267,7 @@ class TextEngine:
             self._outbox.flush()
 
     def cancel(self, sequence: Sequence) -> None:
-        """Nobody reads this sequence any more; its row and pages are free at once."""
+        """End a sequence that nobody reads any more; its row and pages are free at once."""
         if not sequence.ended:
             self._end(sequence)
 
@@ -287,7 +287,7 @@ class TextEngine:
             )
         attainable = self._attainable_pages()
         if self._pool.pages_for(len(sequence.tokens) + sequence.limit) > attainable:
-            # What idle models have is theirs until the pages are needed.
+            # Memory of idle models is left to them until the pages are needed.
             attainable += self._ledger.relievable(self._relieve) // max(self.page_bytes, 1)
         shortage = self._shortage(sequence, attainable)
         if shortage is None:
@@ -296,7 +296,8 @@ class TextEngine:
         return shortage
 
     def _shortage(self, sequence: Sequence, attainable: int) -> OutOfMemory | None:
-        """Why the sequence's next token could not be drawn even if it were here by itself."""
+        """Return an error if the sequence's next token could not be drawn even with no other
+        row."""
         needed = self._pool.pages_for(len(sequence.tokens) + 1)
         if needed <= attainable:
             return None
@@ -309,7 +310,8 @@ class TextEngine:
         )
 
     def _refuse_stranded(self) -> None:
-        """Fail who waits for memory that others have taken since; no row's end will free it."""
+        """Fail sequences that wait for memory that others have taken since; no row's end frees
+        it."""
         if self._scheduler.running or self._scheduler.prefilling:
             return
         if self._scheduler.waiting and self._ledger.more_to_come():
@@ -325,8 +327,8 @@ class TextEngine:
                 self._outbox.fail(sequence.stream, shortage)
 
     def _attainable_pages(self) -> int:
-        """Pages there could be if no other row held any and nothing was kept for reuse, and no
-        other model had to give anything up."""
+        """Return the pages that there could be if no other row held any, nothing was kept for
+        reuse, and no other model had to give anything up."""
         figures = self._ledger.figures()
         kept = sum(figures.get(line, 0) for line in (self._snapshot_line, self._state_line))
         spare = max(0, figures["available"] + figures["buffer_cache"] + kept)
@@ -339,7 +341,7 @@ class TextEngine:
 
     @property
     def steps(self) -> int:
-        """How many have been queued on the device."""
+        """Return the number of steps queued on the device."""
         return self._steps
 
     def has_work(self) -> bool:
@@ -349,7 +351,7 @@ class TextEngine:
     def step(self) -> None:
         """Queue the next step, and read, parse and deliver the last one's tokens."""
         began, self._waited = self._clock(), 0.0
-        # What a row that failed has left of the step before.
+        # Finish the rows of the step before that were left when one of its rows failed.
         self._settle()
         self._route()
         last = self._under_way
@@ -393,7 +395,8 @@ class TextEngine:
                     clear_cache()
 
     def _budget(self) -> Budget:
-        """What the next step may do for prompts: more than usual where it is short all the same."""
+        """Return the next step's prefill budget: more than usual where a step is short all the
+        same."""
         scheduler, size = self._scheduler, self._size
         wanted = 0
         if size.ample > size.tokens:
@@ -412,7 +415,7 @@ class TextEngine:
             self._give_ample_up()
 
     def _take_ample(self) -> None:
-        """If that leaves pages nearly all there is."""
+        """Reserve the memory of larger steps, if that leaves pages nearly all there is."""
         more = self._size.ample_bytes
         plenty = 0 < more <= self._ledger.available() // PLENTY
         self._has_ample = plenty and self._ledger.reserve(self._working_line, more)
@@ -423,8 +426,9 @@ class TextEngine:
             self._ledger.release(self._working_line, self._size.ample_bytes)
 
     def _only_begins(self, step: Step | None) -> bool:
-        """Whether all that a step draws are first tokens, and no other prompts wait: to put the
-        next one together first would make them later by more than the device's pause costs."""
+        """Return whether all tokens that a step draws are first tokens and no other prompts wait.
+        To put the next step together first would delay them by more than the device's pause
+        costs."""
         begins = step is not None and not step.load.rows and bool(step.crew.rows)
         first = self._looks_ahead and begins
         return first and not self._scheduler.prefilling and not self._scheduler.waiting
@@ -502,7 +506,7 @@ class TextEngine:
         return Step(crew, tokens, letter, undrawn.load, scores)
 
     def _crew_of(self, rows: list[Sequence]) -> Crew:
-        """`rows`, in the order that the forward wants."""
+        """Return the crew of `rows`, in the order that the forward wants."""
         if rows != self._given:
             order = self._forward.order([r.key for r in rows], [r.computed for r in rows])
             self._given, self._crew = rows, Crew([rows[i] for i in order])
@@ -517,7 +521,7 @@ class TextEngine:
 
     def _read(self, step: Step | None) -> bool:
         """Wait for the step's tokens; rows that they end give up their pages before the next.
-        Returns whether there was something to read: not if there is no step, or it has been read.
+        Return whether there was something to read: not if there is no step, or it has been read.
 
         Rows that had ended already (cancelled, or run one step too far by the lookahead) are
         left out. Where steps do not overlap with the host's work, the tokens are delivered at once.
@@ -558,7 +562,8 @@ class TextEngine:
         return True
 
     def _settle(self) -> None:
-        """Find out which guided rows go on, and what may be drawn for them."""
+        """Parse the guided rows' last tokens, end rows that do not go on, and set the masks of
+        others."""
         while self._unsettled:
             row, token, score = read = self._unsettled.popleft()
             if row.ended:
@@ -582,13 +587,13 @@ class TextEngine:
             self._release(row)
 
     def _guide(self, rows: list[Sequence]) -> None:
-        """Find out what may be drawn next where that depends on what was drawn last."""
+        """Set the masks of guided rows, which depend on the tokens drawn last."""
         self._masks.update([row.guide for row in rows if row.guide is not None])
         for row in rows:
             row.follow_guide()
 
     def _take_snapshots(self) -> None:
-        """Keep the state of prompts that have just come to where the scheduler has cut them: when
+        """Keep the states of prompts that have just reached a border of the scheduler. Done when
         their step has been queued, and before the next one is, whose rows may go on from there."""
         if self._forward.prefixes == "pages" or not self._limits.prefix_cache:
             return
@@ -774,8 +779,8 @@ class TextEngine:
     def _grow(self, lacking: int, *, urgent: bool) -> bool:
         """Add at least `lacking` pages if the ledger grants them.
 
-        Only urgent growth may cost others something; the rest takes what is there. All that is
-        there if it is little: each growth copies the pages.
+        Only urgent growth may cost others something; other growth takes memory that is free. It
+        takes all of that if there is little, since each growth copies the pages.
         """
         granted = self._granted(lacking, urgent=urgent)
         if granted:
@@ -790,7 +795,8 @@ class TextEngine:
             self._grow(1, urgent=False)
 
     def _granted(self, lacking: int, *, urgent: bool) -> int:
-        """How many pages to add, which the ledger has granted; 0 if it has not."""
+        """Return how many pages to add, `lacking` or more, which the ledger has granted; 0 if
+        none."""
         wanted = max(lacking, self._usual_growth())
         spare = max(self._ledger.available() - self._to_come(), 0)
         affordable = spare // max(self.page_bytes, 1)
@@ -805,8 +811,9 @@ class TextEngine:
         return fewer if self._grants(fewer, urgent=urgent) else 0
 
     def _usual_growth(self) -> int:
-        """Half of what there is, within the device's limits; those of a GPU with memory of its own
-        are for steps that are compiled, as each new size of the pool costs a compilation."""
+        """Return the pages to add: half of those there are, within the device's limits. The limits
+        of a GPU with memory of its own are for compiled steps, as each new size of the pool costs a
+        compilation."""
         device = self._device
         if device.growth_part and not self._forward.horizon:
             device = devices.CPU
@@ -822,9 +829,9 @@ class TextEngine:
         return spare and self._reserve(self._line, nbytes)
 
     def _to_come(self) -> int:
-        """What pages that are not urgent leave to the states of rows that may come, and to what is
-        kept of them: half of all there is, if they take as much, and two rows' in any case. Pages
-        are not given up again for them while rows run."""
+        """Return the bytes that growth that is not urgent leaves to the states of rows that may
+        come, and to their snapshots: half of all memory, if states take as much, and two rows'
+        states in any case. Pages are not given up again for states while rows run."""
         own = self._forward.row_bytes
         held = own * self._scheduler.admitted
         whole = self._ledger.available() + self._pool.size * self.page_bytes + held
@@ -840,7 +847,8 @@ class TextEngine:
             self._growing = False
 
     def _enter(self) -> bool:
-        """Whether the ledger grants what a row keeps besides pages."""
+        """Reserve the memory that a row keeps besides pages; return whether the ledger grants
+        it."""
         self._lacking_for_state = not self._reserve(self._state_line, self._forward.row_bytes)
         return not self._lacking_for_state
 
@@ -852,7 +860,8 @@ class TextEngine:
     def _relieve(self, lacking: int) -> None:
         """Give up cached pages, and the free ones at the end of the stores."""
         if self._growing:
-            # These pages are counted on already: giving them up would only copy the stores twice.
+            # The growth under way counts on these pages: giving them up would copy the stores
+            # twice.
             while lacking > 0 and isinstance(given_up := self._pool.detach_oldest(), Snapshot):
                 self._lacking_for_snapshot = given_up.nbytes
                 lacking -= given_up.nbytes
@@ -861,8 +870,7 @@ class TextEngine:
         self._give_up_pages()
 
     def _give_up_pages(self, most: int | None = None) -> None:
-        """Forget cached pages, and remove those at the end of the stores that are free then, `most`
-        at most."""
+        """Forget cached pages, then remove free pages at the end of the stores, `most` at most."""
         self._pool.drop_cached()
         self._record_snapshots()
         if not self.has_work():
@@ -872,13 +880,14 @@ class TextEngine:
             self._ledger.record(self._line, self._pool.size * self.page_bytes)
 
     def _spare(self) -> int:
-        """Bytes that `_relieve` could give back."""
+        """Return the bytes that `_relieve` could give back."""
         kept: int = self._ledger.figures().get(self._snapshot_line, 0)
         ample = self._size.ample_bytes if self._has_ample and not self.has_work() else 0
         return self._pool.removable * self.page_bytes + kept + ample
 
     def _drop_pages(self) -> None:
-        """Also those that have been promised and were never made, if the step failed in that."""
+        """Drop all pages, also those that the ledger granted and that were never made, if the step
+        failed while making them."""
         self._ledger.record(self._snapshot_line, 0)
         self._ledger.record(self._state_line, 0)
         self._resize(0)
@@ -890,11 +899,11 @@ class TextEngine:
         before, self._room = self._room, sum(store.room_bytes for store in self._forward.stores)
         self._ledger.allow_for(self._room - before)
         if any(copied):
-            # The step under way takes that much longer, which says nothing about steps.
+            # The step under way takes longer by the copy, so the pace must not learn from it.
             self._last_read = None
 
     def _most_pages(self) -> int:
-        """How many pages the stores should have room for."""
+        """Return how many pages the stores should have room for."""
         if self._looks_ahead:
             # Pages that are not written in place are copied, with whatever room there is.
             return 0
@@ -907,7 +916,8 @@ class TextEngine:
         self._relieve(0)
 
     def rows(self) -> list[RowStatus]:
-        """Every row that has not ended, waiting ones too; may be called from any thread."""
+        """Return the status of every row that has not ended, waiting ones too. Safe on any
+        thread."""
         s = self._scheduler
         return [
             RowStatus(row.request_id, row.prompt_length, row.drawn)
@@ -915,7 +925,7 @@ class TextEngine:
         ]
 
     def stats(self) -> EngineStats:
-        """A snapshot; may be called from any thread."""
+        """Return the current figures. Safe on any thread."""
         s = self._scheduler
         rows = [*s.running, *s.prefilling]
         return EngineStats(
@@ -942,7 +952,7 @@ class TextEngine:
 
 
 def _newest(rows: list[Sequence], last: Step | None) -> mx.array:
-    """The rows' newest tokens: of those that `last` draws for, where it will have them."""
+    """Return the rows' newest tokens; for rows with unread tokens, those that `last` draws."""
     known = [row for row in rows if not row.pending]
     read = send(np.array([row.tokens[-1] for row in known], np.int32)).view(mx.uint32)
     if last is None or len(known) == len(rows):

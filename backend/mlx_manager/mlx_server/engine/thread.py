@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What the thread steps. All methods are called on the MLX thread."""
+    """Engine that the thread steps. All methods are called on the MLX thread."""
 
     @property
     def steps(self) -> int:
-        """How many it has begun."""
+        """Return the number of steps begun."""
         ...
 
     def has_work(self) -> bool: ...
@@ -53,16 +53,16 @@ class Engine(Protocol):
 
 class Message(Protocol):
     def run(self) -> Exception | None:
-        """Returns what went wrong, if somebody else hears of it."""
+        """Run the message; return its error if whoever waits has been told of it, else None."""
         ...
 
     def abandon(self) -> None:
-        """The thread has ended; this will never run."""
+        """Give the message up: the thread has ended and will never run it."""
         ...
 
 
 class Post:
-    """Nobody waits for it."""
+    """Message whose result nobody waits for."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
@@ -75,7 +75,7 @@ class Post:
 
 
 class Question:
-    """Somebody in an event loop waits for what it returns or raises."""
+    """Message whose result or error a caller in an event loop waits for."""
 
     def __init__(self, function: Callable[[], T], answer: asyncio.Future[T]) -> None:
         self._function = function
@@ -111,7 +111,7 @@ class Question:
 
 
 class MLXThread:
-    """Runs callables and steps of one engine, one after the other, on a thread of its own."""
+    """Thread that runs callables and the steps of one engine, one after the other."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._inbox: SimpleQueue[Message] = SimpleQueue()
@@ -129,12 +129,12 @@ class MLXThread:
 
     @property
     def lost_gpu(self) -> str | None:
-        """Why the GPU takes no more work from this process; None while it does."""
+        """Return why the GPU takes no more work from this process; None while it does."""
         return self._faults.fatal
 
     @property
     def silence(self) -> float:
-        """Seconds since the last message or step was done; 0 while there is nothing to do."""
+        """Return the seconds since the last message or step was done; 0 without work to do."""
         progress = self._progress
         return 0.0 if progress is None else self._clock() - progress
 
@@ -152,7 +152,7 @@ class MLXThread:
         self._thread.start()
 
     def post(self, message: Callable[[], None]) -> None:
-        """Run `message` between steps. What it raises is logged: nobody waits for it."""
+        """Run `message` between steps. Its errors are logged, since nobody waits for it."""
         self._put(Post(message))
 
     async def call(self, function: Callable[[], T]) -> T:
@@ -210,8 +210,8 @@ class MLXThread:
     def _read_inbox(self, *, block: bool) -> None:
         """Run the messages that are there, or with `block` the next one.
 
-        Those sent meanwhile wait for a step: who asks again at each answer would keep the engine
-        from its own.
+        Messages sent meanwhile wait for a step: a caller that sends one at each answer would keep
+        the engine from its steps.
         """
         if block:
             self._progress = None

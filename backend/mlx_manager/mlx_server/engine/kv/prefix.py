@@ -1,4 +1,4 @@
-"""Which page holds which tokens: an index by (parent, tokens).
+"""Prefix index: KV pages by (parent, tokens).
 
 A page's keys and values depend on every token before it, so a page is identified by the node of
 the page before it and its own tokens, as in vLLM's automatic prefix caching. Keys are compared
@@ -6,7 +6,7 @@ whole, so two prefixes are never taken for one another, whatever their hashes. N
 never reused: the children of a forgotten page can no longer be reached, and age out.
 
 Tokens are kept as bytes: as numbers they take four times the memory and twice the time to forget,
-and whoever collects garbage looks at each page of them.
+and the garbage collector visits each page of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Key = tuple[Node, bytes]
 
 
 class PrefixIndex:
-    """Full pages by what they hold."""
+    """Full KV pages by the tokens that they hold."""
 
     def __init__(self) -> None:
         self._pages: dict[Key, tuple[int, Node]] = {}
@@ -41,7 +41,7 @@ class PrefixIndex:
         return self._pages[self._keys[page]][1]
 
     def match(self, tokens: Sequence[int], page_size: int, limit: int) -> list[int]:
-        """Pages for the longest known prefix of `tokens`, at most `limit` of them."""
+        """Return the pages of the longest known prefix of `tokens`, at most `limit` of them."""
         pages: list[int] = []
         parent = ROOT
         for i in range(limit):
@@ -53,7 +53,7 @@ class PrefixIndex:
         return pages
 
     def insert(self, parent: Node, tokens: Sequence[int], page: int) -> Node:
-        """Index `page`, unless an equal one is known; returns the node to continue from."""
+        """Index `page`, unless an equal one is known; return the node to continue from."""
         key = key_of(parent, tokens)
         known = self._pages.get(key)
         if known is not None:

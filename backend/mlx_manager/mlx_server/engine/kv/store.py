@@ -37,7 +37,7 @@ class LayerShape:
 
     @staticmethod
     def of(shape: AttentionShape, window: int | None) -> LayerShape:
-        """Of a layer that attends so."""
+        """Return the geometry of a layer whose attention has this `shape` and `window`."""
         dim = shape.head_dim
         return LayerShape(shape.kv_heads, dim, dim, shape.dtype, window)
 
@@ -67,16 +67,20 @@ class Numbers:
         return send(self._numbers)
 
     def of_heads(self, heads: int, each: int) -> mx.array:
-        """The numbers where `heads` lie one after another, of `each` slots or pages: (heads,
-        tokens) or (rows, heads, n)."""
+        """Return the numbers in an array in which `heads` heads of `each` slots or pages lie one
+        after another: (heads, tokens) or (rows, heads, n)."""
         if (heads, each) not in self._of_heads:
             first = np.arange(heads, dtype=np.int32)[:, None] * np.int32(each)
             self._of_heads[heads, each] = send(self._numbers[..., None, :] + first)
         return self._of_heads[heads, each]
 
     def for_products(self, heads: int, each: int) -> tuple[mx.array, mx.array, mx.array]:
-        """Of each page's products, (rows, heads, n) uint32: the row's head, the page where `heads`
-        lie one after another, of `each` pages, and the product itself, counted from 0."""
+        """Return three numbers of each page's products, (rows, heads, n) uint32 each.
+
+        The first is the number of the row's head, `row * heads + head`. The second is the page's
+        number in an array in which `heads` heads of `each` pages lie one after another. The third
+        is the product's own number, counted from 0.
+        """
         if (heads, each) not in self._places:
             rows, pages = self._numbers.shape
             shape = rows, heads, pages
@@ -111,8 +115,8 @@ class LayerStore:
     the slots of the `pages` that there are may come room for more.
 
     Args:
-        kernels: what writes to the pages on a GPU, and reads them where there is a kernel for that;
-            None for MLX's own operations.
+        kernels: kernels that write to the pages on a GPU, and read them where there is one for
+            that; None for MLX's own operations.
         gathered: whether pages are read by nothing else but `gather`.
         latents: whether they are read by kernels for latent attention alone.
 
@@ -144,12 +148,13 @@ class LayerStore:
 
     @property
     def writes_in_place(self) -> bool:
-        """Whatever else holds the pages; wants numbers of slots."""
+        """Return whether pages are written in place even while other arrays hold them. If so,
+        `write` takes numbers of slots only."""
         return self._writer is not None
 
     @property
     def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
-        """The pages, and what is `written`."""
+        """Return the keys, the values and `written`."""
         return self.keys, self.values, self.written
 
     @arrays.setter
@@ -157,14 +162,14 @@ class LayerStore:
         self.keys, self.values, self.written = arrays
 
     def alike(self, arrays: Sequence[mx.array]) -> LayerStore:
-        """One like this with other `arrays`."""
+        """Return a copy of this store with other `arrays`."""
         store = copy(self)
         store.arrays = arrays
         return store
 
     @property
     def room_bytes(self) -> int:
-        """Of the arrays, what belongs to no page."""
+        """Return the bytes of the arrays that belong to no page."""
         return self.keys.nbytes + self.values.nbytes - self.bytes_of(self.pages)
 
     def bytes_of(self, pages: int) -> int:
@@ -173,11 +178,11 @@ class LayerStore:
     def resize(self, pages: int, most: int = 0) -> bool:
         """Change the number of pages, keeping the content of those that stay.
 
-        most: how many there may be one day. Where room costs nothing, there will be room for them.
+        most: the most pages that there may ever be. Where room costs nothing, make room for them.
 
         Returns:
-            Whether the pages were copied: more of them, which there is room for, are just there.
-            Evaluated at once then, so that at most one layer exists twice at any moment.
+            Whether the pages were copied; pages that there is room for are added without a copy.
+            A copy is evaluated at once, so that at most one layer exists twice at any moment.
 
         Raises:
             RuntimeError: on a Mac, what was under way failed.
@@ -198,7 +203,8 @@ class LayerStore:
     def _served(
         self, kernels: KernelSet, gathered: bool
     ) -> tuple[PagedKernels | Writer, KernelSet | None]:
-        """What writes, and what reads, if anything does."""
+        """Return the kernels that write pages, and the set whose kernels attend over them; None for
+        the set if pages are read in another way."""
         of = self.shape
         if not gathered and of.key_dim == of.value_dim:
             attending = kernels.find(self.attention(of.kv_heads))
@@ -211,8 +217,8 @@ class LayerStore:
                 return writer, None
 
     def attention(self, q_heads: int) -> AttentionShape:
-        """What kernels that attend for so many query heads are compiled for, which read keys and
-        values of one size."""
+        """Return the shape that attention kernels for `q_heads` query heads are compiled for. Such
+        kernels read keys and values of one size."""
         of = self.shape
         return AttentionShape(q_heads, of.kv_heads, of.key_dim, self.page_size, of.dtype)
 
@@ -243,8 +249,8 @@ class LayerStore:
     def clear(self, pages: Sequence[int]) -> None:
         """Fill `pages`, in order, with zeros, where MLX's own operations read them.
 
-        These read whole pages, and leave out what a row may not see by a weight of 0: what is no
-        number, as another row may have left there, would be none times 0 either.
+        These read whole pages, and give tokens that a row may not see a weight of 0. What another
+        row left there may be NaN or infinite, which times 0 gives NaN.
         """
         if self.kernels is not None or self._latents:
             return
@@ -266,31 +272,32 @@ class LayerStore:
             self.values[:, slice_] = 0
 
     def after_write(self, x: mx.array) -> mx.array:
-        """`x`, in time for reading with it what the step writes.
+        """Return `x`, made to depend on the step's writes: launches that read it come after them.
 
         Launches are ordered by the arrays they share. A kernel that writes into its inputs shares
-        none with who reads them later, but for what it returns, which is 0.
+        no array with later readers except its result, which is 0.
         """
         return x if self._writer is None else x + self.written.astype(x.dtype)
 
     def read_after(self, result: mx.array) -> None:
-        """What gathers pages from now on comes after the launch that gave `result`, too."""
+        """Order later gathers of pages after the launch that gave `result`."""
         never = result.reshape(-1)[:1] < -mx.inf
         self.written = self.written + never.astype(mx.int32)
 
     def gather(self, table: Numbers) -> tuple[mx.array, mx.array]:
-        """Keys and values (rows, kv_heads, n * page_size, dim) of `table`, (rows, n) pages."""
+        """Return keys and values (rows, kv_heads, n * page_size, dim) of `table`, (rows, n)
+        pages."""
         pages = self.keys.shape[1] // self.page_size
         index = self.after_write(table.of_heads(self.shape.kv_heads, pages))
         return self._gather(self.keys, index), self._gather(self.values, index)
 
     def in_pages(self) -> tuple[mx.array, mx.array]:
-        """Keys and values as views (kv_heads * pages, page_size, dim), room included."""
+        """Return keys and values as views (kv_heads * pages, page_size, dim), room included."""
         size, of = self.page_size, self.shape
         return self.keys.reshape(-1, size, of.key_dim), self.values.reshape(-1, size, of.value_dim)
 
     def slice(self, start: int, stop: int) -> tuple[mx.array, mx.array]:
-        """Slots `start` to `stop` as views (1, kv_heads, stop - start, dim)."""
+        """Return slots `start` to `stop` as views (1, kv_heads, stop - start, dim)."""
         return self.keys[None, :, start:stop], self.values[None, :, start:stop]
 
     def _gather(self, pool: mx.array, index: mx.array) -> mx.array:
@@ -307,7 +314,7 @@ def _scattered(flat: mx.array, index: mx.array, content: mx.array) -> mx.array:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first of each run of neighbours, and what comes after its last."""
+    """Yield the first number of each run of neighbours, and the number after its last."""
     starts = [i for i, n in enumerate(numbers) if not i or numbers[i - 1] + 1 != n]
     for start, end in pairwise([*starts, len(numbers)]):
         yield numbers[start], numbers[end - 1] + 1
@@ -315,8 +322,8 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _resized(pool: mx.array, slots: int, most: int) -> mx.array:
     heads, have, dim = pool.shape
-    # Not cut from what there is if nothing stays: that may be what a failed step left, and never
-    # computable.
+    # If nothing stays, do not slice the old array: a failed step may have left it in a state that
+    # can never be computed.
     kept = min(slots, have)
     if most > slots > 0:
         fresh = room.blank((heads, most, dim), pool.dtype)

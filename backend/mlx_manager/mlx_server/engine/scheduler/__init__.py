@@ -1,1 +1,1 @@
-"""Who runs in the next step, and how much of the prompts."""
+"""Choice of the rows and prompt chunks that run in the next step."""

@@ -1,4 +1,4 @@
-"""What work costs, learnt from how long pieces of it took."""
+"""Cost of work, learnt from the seconds that pieces of it took."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
-# With each observation, older ones keep so much of their weight.
+# Factor on the weight of older observations at each new one.
 KEPT = 0.96
-# Rounds of improving one price at a time, beginning with the prices before. Few do: the next
-# observation brings the next rounds. Of several observations that are learnt from at once each
-# brings as many, up to so many in all.
+# Rounds of improving one price at a time, starting from the last prices. Few are enough, since the
+# next observation brings the next rounds. Several observations learnt from at once bring as many
+# rounds each, up to MOST_ROUNDS in all.
 ROUNDS = 4
 MOST_ROUNDS = 32
-# What has been forgotten so far says nothing any more, and would soon be no number.
+# Weight of observations that are forgotten: they say nothing any more, and their weight would soon
+# underflow to 0 and be divided by.
 FORGOTTEN = 1e-100
 
 
@@ -21,7 +22,7 @@ class Cost:
     """Seconds as a sum of amounts times prices, none below zero: least squares that forget.
 
     Errors count as shares of what was seen, so that a step that took ten times as long as expected
-    is not worth more than one that took twice as long. Where what is seen could be put down to
+    does not weigh more than one that took twice as long. Where what is seen could be put down to
     several kinds of work, it is put down to the first; prices that it says nothing about stay.
     """
 
@@ -32,18 +33,18 @@ class Cost:
 
     @property
     def known(self) -> bool:
-        """Whether anything has been seen."""
+        """Return whether any price is known."""
         return any(self.prices)
 
     def of(self, amounts: Sequence[float]) -> float:
         return sum(price * amount for price, amount in zip(self.prices, amounts, strict=True))
 
     def learn(self, amounts: Sequence[float], seconds: float) -> None:
-        """So much took so long. Times of zero, which coarse clocks give, say nothing."""
+        """Learn that `amounts` took `seconds`. Ignore times of zero, which coarse clocks give."""
         self.learn_all([(amounts, seconds)])
 
     def learn_all(self, seen: Iterable[tuple[Sequence[float], float]]) -> None:
-        """Several times `learn`, the oldest first; prices are found once, from all of them."""
+        """Learn from several observations, oldest first; find prices once, from all of them."""
         told = [(tuple(amounts), seconds) for amounts, seconds in seen if seconds > 0]
         for amounts, same in groupby(told, key=itemgetter(0)):
             self._add(amounts, [seconds for _, seconds in same])
@@ -52,7 +53,7 @@ class Cost:
                 self._improve(i)
 
     def _add(self, amounts: Sequence[float], times: Sequence[float]) -> None:
-        """The same again and again: what is counted of it is summed up first."""
+        """Add observations of the same `amounts`, summed up before they are added."""
         expected = self.of(amounts)
         kept, squares, seconds = 1.0, 0.0, 0.0
         for time in times:

@@ -1,4 +1,4 @@
-"""What a step works on, as far as it costs time."""
+"""Amount of work in a step, as far as it costs time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """rows: running rows. tokens: of prompts, in chunks. context: tokens before a chunk, summed
+    """Amount of work in a step.
+
+    rows: running rows. tokens: prompt tokens, in chunks. context: tokens before a chunk, summed
     over chunks. seen: tokens that a chunk's token attends to, itself included, summed over all.
     """
 
@@ -18,7 +20,8 @@ class Load:
     seen: int = 0
 
     def with_chunk(self, before: int, tokens: int) -> Load:
-        """And `tokens` tokens of a prompt, `before` of which have been processed already."""
+        """Return this load with a chunk of `tokens` more tokens of a prompt, after its first
+        `before`, which have been processed already."""
         return Load(
             self.rows,
             self.tokens + tokens,
@@ -28,5 +31,5 @@ class Load:
 
 
 Budget = Callable[[Load, int], int]
-"""How many tokens of a prompt a step of such a load may process besides, if so many of the prompt
-have been processed already."""
+"""Function that returns how many tokens of a prompt a step of the given load may process besides,
+where the given number of the prompt's tokens has been processed already."""

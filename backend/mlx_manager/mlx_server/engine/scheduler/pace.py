@@ -1,4 +1,4 @@
-"""How much of the waiting prompts a step may process without making running streams stutter."""
+"""Prefill budget: prompt tokens that a step may process without making running streams stutter."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from mlx_manager.mlx_server.engine.scheduler.load import Budget, Load
 # streams are promised a p99 gap of four times the median; the rest is for what varies: of a hundred
 # steps, one takes 1.5 to 1.6 times what half of them take.
 STRETCH = 2.2
-# What has been seen of steps of so many prompt tokens is trusted for so many times as many.
+# Costs learnt from steps of n prompt tokens are trusted up to BOLDNESS * n; n shrinks by the factor
+# LESS_BOLD with each smaller step.
 BOLDNESS = 2
 LESS_BOLD = 0.98
-# With up to so many times the rows of any step without prompts it is known what such a step takes.
+# The seconds of rows alone are known up to so many times the rows of the largest step without
+# prompts.
 LIKE = 2
-# Steps without prompts come by the thousand, and are learnt from when a prompt comes: from the last
-# of them, which outweigh all others (`cost.KEPT`).
+# Number of steps without prompts that are kept. Such steps come by the thousand, and are learnt
+# from when a prompt comes: from the last ones, which outweigh all others (`cost.KEPT`).
 MEMORY = 64
-# Seconds of a step that is short: what a reader hardly notices, and who gives up waits for.
+# Seconds of a short step: a reader hardly notices them, and a cancelled request can wait for them.
 SHORT = 0.08
-# Seconds of a step that nobody's next token waits for. Who comes meanwhile waits for its end, so it
-# takes no longer, or as long as costs the prompt little: prompt tokens that keep a device busy, and
-# so many times what a step takes besides what its tokens do.
+# Seconds of a step without rows. A request that comes meanwhile waits for its end, so it takes no
+# longer, except where that would cost the prompt much: it has at least BUSY prompt tokens, which
+# keep a device busy, and may take WORTH times what a step takes besides its tokens.
 LONG = 0.1
 BUSY = 128
 WORTH = 10
-# Of steps of one size nobody can tell what they would take in two: of long ones one in so many is
+# Steps of one size alone do not show what two halves would take, so one long step in so many is
 # halved.
 HALVED = 4
 # Fewest prompt tokens of a step on a device that takes long over each: a page of them.
 FEWEST = 16
-# Of what a step took the host so much is kept with each that follows.
+# Factor on the moving average of the host's seconds at each new step.
 HOST_KEPT = 0.9
 # Amounts are counted in these, to be of the order of one.
 ROWS, TOKENS, CONTEXT = 8, 64, 1024
@@ -56,15 +58,15 @@ class StepLimits:
 
 
 class Pace:
-    """Learns what rows and prompts cost, and sets the prefill budget from it.
+    """Prefill budget, set from the costs of rows and prompts, which it learns.
 
     Args:
         most: prompt tokens of a step when nobody is waiting for their next token; see `budget` for
             when there may be more, and `LONG` for when there are fewer.
         least: prompt tokens of a step at any time.
-        grain: what the tokens of a step, rows and all, are a multiple of if prompts allow it: as a
-            power of two, so that there are few numbers of them.
-        limits: what the device bears, on one that does not bear everything.
+        grain: tokens of a step, rows included, are this many times a power of two if prompts allow
+            it, so that there are few different sizes.
+        limits: limits of the device, if it has any.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Pace:
         self._seen: deque[tuple[Load, float]] = deque(maxlen=MEMORY)
 
     def observe(self, seconds: float, load: Load) -> None:
-        """A step took so long."""
+        """Learn that a step of `load` took `seconds`."""
         if load.tokens == 0:
             self._alone = max(self._alone, load.rows)
             self._seen.append((load, seconds))
@@ -99,7 +101,7 @@ class Pace:
         self._prompts.learn(_of_prompts(load), max(seconds - rows, seconds * 0.1))
 
     def _may_compare(self, load: Load) -> bool:
-        """Whether it is known what the step's rows take."""
+        """Return whether the seconds of the step's rows alone are known."""
         return load.rows <= LIKE * self._alone
 
     def _catch_up(self) -> None:
@@ -107,14 +109,14 @@ class Pace:
         self._seen.clear()
 
     def observe_host(self, seconds: float) -> None:
-        """To put a step with prompts together took so long."""
+        """Learn that the host took `seconds` to put a step with prompts together."""
         before = self._host or seconds
         self._host = HOST_KEPT * before + (1 - HOST_KEPT) * seconds
 
     @property
     def _least(self) -> int:
-        """Prompt tokens of a step at any time: by the host, no more than the device processes while
-        the host puts a step together."""
+        """Return the prompt tokens of a step at any time. With `limits.least_by_host`, return no
+        more than the device processes while the host puts a step together, or `FEWEST`."""
         if not self._limits.least_by_host:
             return self._usual_least
         token = self._prompts.prices[0] / TOKENS
@@ -122,21 +124,20 @@ class Pace:
         return int(min(max(least, FEWEST), self._usual_least))
 
     def is_short(self, tokens: int) -> bool | None:
-        """Whether a step of so many tokens of a prompt, and no rows, is short; None: it is not
-        known."""
+        """Return whether a step of `tokens` tokens of a prompt and no rows is short; None:
+        unknown."""
         if not self._prompts.known or tokens > BOLDNESS * BOLDNESS * self._tried:
             return None
         return self._prompts.of(_of_prompts(Load().with_chunk(0, tokens))) <= SHORT
 
     def budget(self, beginning: int, wanted: int = 0) -> Budget:
-        """What a step may do for prompts besides its rows.
+        """Return the budget of a step's prompts besides its rows.
 
-        While more are beginning (prompts, and rows that have only just begun) than there are rows
-        in their course, the rows give way: a burst is not made to wait behind the few that got in
-        first.
+        While `beginning` (prompts, and rows that have only just begun) exceeds the step's rows,
+        the rows give way: a burst need not wait behind the few rows that were admitted first.
 
-        beginning: see `Scheduler.beginning`. wanted: tokens that are better processed in one step
-        where the rows give way and it is short.
+        beginning: see `Scheduler.beginning`. wanted: prompt tokens that are better processed in one
+        step, if the rows give way and the step is short.
         """
         return partial(self._tokens, beginning, wanted)
 
@@ -173,7 +174,7 @@ class Pace:
             if wanted > most and self._prompts.known:
                 left = SHORT - self._alone_time(load)
                 short = load.tokens + self._within(left, load, before, wanted)
-                # Those of the last steps were whole grains with the rows.
+                # The last steps' tokens were whole grains together with the rows.
                 bold = int(BOLDNESS * self._tried) + self._grain
                 most = max(most, min(wanted, short, bold))
                 if most == wanted:
@@ -183,7 +184,7 @@ class Pace:
                 most = min(most, max(load.tokens + self._unhurried(load, before, most), BUSY))
         else:
             if not self._may_compare(load):
-                # Where prompts come without end, all that steps take would be put down to them.
+                # If prompts come without end, all seconds of steps would be put down to prompts.
                 return 0
             bold = int(BOLDNESS * self._tried) - load.tokens
             affordable = min(self._affordable(load, before), bold)
@@ -191,8 +192,9 @@ class Pace:
         return self._whole(load.rows, max(most, self._least)) - load.tokens
 
     def _unhurried(self, load: Load, before: int, most: int) -> int:
-        """How many tokens of a prompt, each seeing those before it, a step without rows processes
-        besides."""
+        """Return how many more tokens of a prompt, each seeing those before it, a step without rows
+        processes: at most `most`, within `LONG` seconds or `WORTH` times what the step takes
+        besides tokens, whichever is more. Halve one in `HALVED` of the longer steps."""
         if not self._prompts.known:
             return most
         _, _, chunk, context = self._prompts.prices
@@ -202,8 +204,9 @@ class Pace:
         return tokens // 2 if long and before // most % HALVED == HALVED - 1 else tokens
 
     def _whole(self, rows: int, tokens: int) -> int:
-        """Up to `tokens` of prompts, that make a power of two of grains with the rows, if that
-        leaves them a grain; of more than usual, so many times the usual."""
+        """Return at most `tokens` prompt tokens that make a power of two of grains with the rows,
+        if that leaves prompts a grain. If `tokens` is more than the usual most, return as many as
+        make a multiple of that most with the rows."""
         if tokens > self._most:
             return max((rows + tokens) // self._most * self._most - rows, self._most)
         grains = (rows + tokens) // self._grain
@@ -213,20 +216,21 @@ class Pace:
         return whole if whole >= self._grain else tokens
 
     def _affordable(self, load: Load, before: int) -> int:
-        """How many tokens of a prompt, each seeing those before it, the rows have time for."""
+        """Return how many tokens of a prompt, each seeing those before it, fit into a step that may
+        take `STRETCH` times what the rows take by themselves."""
         left = (STRETCH - 1) * self._alone_time(load)
         return self._within(left, load, before, self._most)
 
     def _alone_time(self, load: Load) -> float:
-        """What the rows take by themselves."""
+        """Return the seconds that the rows take by themselves."""
         self._catch_up()
-        # A row costs what a prompt token costs at least; what was last seen may be older.
+        # A row costs at least as much as a prompt token; the last observation of rows may be old.
         token = self._prompts.prices[0] / TOKENS
         return max(self._rows.of(_of_rows(load)), load.rows * token)
 
     def _within(self, seconds: float, load: Load, before: int, most: int) -> int:
-        """How many tokens more of a prompt, each seeing those before it, all prompts' tokens take
-        so long with."""
+        """Return how many more tokens of a prompt, each seeing those before it, fit so that the
+        step's prompts take `seconds`; at most `most`."""
         token, seen, _, _ = self._prompts.prices
         token, seen = token / TOKENS, seen / (TOKENS * CONTEXT)
         left = seconds - self._prompts.of(_of_prompts(load.with_chunk(before, 0)))

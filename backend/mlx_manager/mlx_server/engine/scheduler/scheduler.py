@@ -1,6 +1,6 @@
-"""Who runs in the next step: rows, chunks of prompts, and the pages they need.
+"""Scheduler: the rows and prompt chunks of the next step, and the pages that they need.
 
-No arrays and no clock here: only sequences, pages and what a step may take on.
+No arrays and no clock here: only sequences, pages and the budget of a step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mlx_manager.mlx_server.engine.sequence import Sequence
 AGEING = 8
 # How many waiting prompts are looked at in one step: a GPU's is to be full of short ones.
 LOOK = 128
-# Tokens that prompts begin alike with at least for something to be attached where they part: what
-# that takes is some hundred tokens' keys and values, and more.
+# Fewest tokens that prompts must begin alike with for something to be attached where they part: an
+# attachment takes as much memory as the keys and values of some hundred tokens, or more.
 LEAST_BEGINNING = 64
-# Places where a prompt is cut for others, the last of them: each takes a step.
+# Most places where a prompt is cut for other prompts, the last ones: each takes a step.
 MOST_BRANCHES = 2
-# Of the prompts that are here, those that one that comes is compared with.
+# Number of the latest prompts that a new one is compared with.
 LATELY_COME = 16
 # A row has only just begun while it has drawn at most so many tokens; more where steps are so short
 # that pages are given ahead, and a burst's prompts take many of them.
@@ -45,7 +45,7 @@ LATELY = 4096
 
 
 class Admission(Enum):
-    """What became of a waiting prompt. LATER: it waits for a row, or for a page under way."""
+    """Outcome of admitting a waiting prompt. LATER: wait for a row, or for pages under way."""
 
     ADMITTED = auto()
     LATER = auto()
@@ -60,7 +60,7 @@ class Grow(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """`tokens` tokens of a prompt are to be processed; `final` ones give the first draw."""
+    """Chunk of a prompt: its next `tokens` tokens. A `final` chunk gives the first draw."""
 
     sequence: Sequence
     tokens: int
@@ -78,7 +78,7 @@ class Schedule:
 
 
 class Scheduler:
-    """Owns the queues and the pages.
+    """Owner of the queues and the pages, which chooses the work of each step.
 
     Args:
         pool: the pages.
@@ -156,8 +156,8 @@ class Scheduler:
 
     @property
     def tight(self) -> bool:
-        """Whether a row may be left out of a step or paused: the running ones need more pages than
-        there are, or another key is owed its part."""
+        """Return whether a row may be left out of a step or paused: the running rows need more
+        pages than there are, or another key is owed its part."""
         return (
             (self._steps + 1 >= self._short_at and len(self._short()) > self.pool.available)
             or self._gave_way
@@ -171,13 +171,14 @@ class Scheduler:
 
     @property
     def admitted(self) -> int:
-        """How many sequences have a row."""
+        """Return the number of sequences that have a row."""
         return len(self.running) + len(self.prefilling)
 
     @property
     def beginning(self) -> int:
-        """Prompts that are worked on or could be, and rows that have only just begun, before others
-        that were there as they did: those that arrive together have the same claim to a start."""
+        """Return the number of prompts that are worked on or could be, and of rows that have only
+        just begun, after the first of these prompts was submitted: sequences that arrive together
+        have the same claim to a start."""
         prompts = [*self.prefilling, *self.waiting]
         if not prompts:
             return 0
@@ -191,7 +192,7 @@ class Scheduler:
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """Prompt tokens that are still to be processed: of all prompts, and of the shortest."""
+        """Return the prompt tokens still to be processed: of all prompts, and of the shortest."""
         lengths = [prompt.remaining for prompt in (*self.prefilling, *self.waiting)]
         return sum(lengths), min(lengths, default=0)
 
@@ -203,15 +204,15 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def may_queue(self, sequence: Sequence, most: int) -> bool:
-        """Whether a sequence may wait: there is room among `most`, or others have more than their
-        part of it."""
+        """Return whether a sequence may wait: there is room among `most`, or its owner has less
+        than its part of them."""
         if len(self.waiting) < most:
             return True
         own = sum(other.owner == sequence.owner for other in self.waiting)
         return own < self._shares.part(sequence, most)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence has ended, wherever it is."""
+        """Remove a sequence that has ended from whichever queue it is in, and free its pages."""
         for queue in (self.running, self.prefilling, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)
@@ -227,7 +228,7 @@ class Scheduler:
         self._steps += 1
         self.share_prompts()
         row = self._in_the_way()
-        # A token of it that the host has not read yet would be drawn a second time.
+        # A token of the row that the host has not read yet would be drawn a second time.
         if row is not None and not row.pending:
             self._pause(row)
         self._refused = None
@@ -244,7 +245,8 @@ class Scheduler:
         return chosen
 
     def _turn(self) -> list[Sequence]:
-        """The running rows whose turn it is: those that have waited longest, if they take turns."""
+        """Return the running rows whose turn it is: those that have waited longest, if they take
+        turns."""
         together = self._steps - self._contested_at > LATELY
         turns = len(self.running) // self._abreast if self._abreast and not together else 1
         if turns <= 1:
@@ -264,7 +266,7 @@ class Scheduler:
             if budget(chosen.load, sequence.computed) <= 0:
                 break
             if not sequence.table and room and self._admit(sequence) is Admission.NO_ROOM:
-                # Who has waited longest is not overtaken for ever by those that take less room.
+                # A prompt that has waited longest is not overtaken for ever by smaller ones.
                 room = False
                 self._refused = sequence
             if not sequence.table:
@@ -293,8 +295,8 @@ class Scheduler:
         self._gave_way = gives_way
 
     def _owed(self, sequence: Sequence) -> bool:
-        """Whether its key has no row yet while others, no more urgent, have. Not twice in a row:
-        their readers wait for one step at most."""
+        """Return whether the sequence's key has no running row while others, no more urgent, have.
+        Not twice in a row: the others' readers wait for one step at most."""
         return (
             self._shares.contested
             and not self._gave_way
@@ -309,14 +311,14 @@ class Scheduler:
         for row in chosen.rows:
             self._shares.charge(row, DRAWN)
         for prefill in chosen.prefills:
-            # What is computed again, after a pause, was no wish of its owner's.
+            # Tokens that are computed again after a pause are not charged to the owner.
             if not prefill.sequence.started:
                 self._shares.charge(prefill.sequence, prefill.tokens)
 
     def share_prompts(self) -> None:
         """Index the pages that prompts have filled up to the last step, whether or not it has run:
-        later ones may read what it computes, as they run in order. It is done before the next is
-        chosen; who has time for it earlier spares that the wait."""
+        later steps may read what it computes, as steps run in order. `schedule` does this first;
+        a caller that has time for it earlier makes the next `schedule` faster."""
         for sequence in [*self.prefilling, *self._joining]:
             self.share(sequence)
         self._joining = []
@@ -345,7 +347,7 @@ class Scheduler:
         self._short_at = self._steps + min(room, default=0)
 
     def _short(self) -> list[Sequence]:
-        """The running rows that have no page for their next token."""
+        """Return the running rows that have no page for their next token."""
         size = self.pool.page_size
         return [row for row in self.running if row.computed >= len(row.table) * size]
 
@@ -374,7 +376,8 @@ class Scheduler:
         row.table.extend(pages)
 
     def _last_in(self) -> Sequence:
-        """The row that gives way to others: the newest, of whom has the most pages."""
+        """Return the row that gives way to others: the newest, of the owner with the most pages if
+        several owners are here."""
         rows = [*self.running, *self.prefilling]
         if self._shares.contested:
             least_urgent = max(row.priority for row in rows)
@@ -385,10 +388,10 @@ class Scheduler:
         return max(rows, key=newest)
 
     def _in_the_way(self) -> Sequence | None:
-        """The row to pause so that another owner gets what it is owed of the rows, or of the pages.
+        """Return the row to pause so that another owner gets its part of the rows, or of the pages.
 
-        None where that would leave the row's owner with less than the other then has: what is
-        taken is never taken back.
+        None where that would leave the row's owner with less than the other then has: rows and
+        pages that are taken are never taken back.
         """
         if not self._shares.contested or not self.waiting:
             return None
@@ -435,8 +438,8 @@ class Scheduler:
         shared = [] if self._copies else known
         self.pool.retain(shared)
         count = self.pool.pages_for(len(sequence.tokens) + 1) - len(shared)
-        # A page for each running row stays free, or this one would be paused again at once. Not who
-        # is owed a row: others are paused for it, and it need not wait until pages are added.
+        # A page for each running row stays free, or this one would be paused again at once. Not for
+        # a sequence that is owed a row: others are paused for it, and it need not wait for pages.
         spare = 0 if self._owed(sequence) else len(self.running)
         pages = self._take(count) if self._room(count + spare) else None
         if pages is not None and not self._enter():
@@ -456,7 +459,7 @@ class Scheduler:
             # The page may have been given up, even for this one.
             if self.pool.attachment(known[-1]) is state:
                 self.pool.attach(known[-1], state)
-                # Who copies does not hold them, but has used them as much.
+                # A sequence that copies does not hold the pages, but has used them as much.
                 self.pool.retain(known)
                 self.pool.release(known)
         sequence.branches.add(len(seen) * self.pool.page_size)
@@ -465,12 +468,12 @@ class Scheduler:
         return Admission.ADMITTED
 
     def _seen(self, sequence: Sequence) -> list[int]:
-        """The pages of the longest prefix that others have computed."""
+        """Return the pages of the longest prefix that others have computed."""
         reuse = self.reuse and not sequence.scores_prompt
         return self.pool.match(sequence.tokens) if reuse else []
 
     def _usable(self, seen: list[int]) -> list[int]:
-        """Those of `seen` pages that need not be computed."""
+        """Return those of the `seen` pages that need not be computed."""
         count = len(seen)
         if self._restore is not None:
             while count and self.pool.attachment(seen[count - 1]) is None:
@@ -478,8 +481,8 @@ class Scheduler:
         return seen[:count]
 
     def _comes_shortly(self, sequence: Sequence, known: int) -> bool:
-        """Whether another prompt under way is computing what this one can go on from. Not who is
-        less urgent: that one may get no further while others like this are there."""
+        """Return whether another prompt under way is computing pages that this one can go on from.
+        Ignore less urgent prompts: they may get no further while more urgent ones are there."""
         if sequence.scores_prompt:
             return False
         size = self.pool.page_size
@@ -488,7 +491,7 @@ class Scheduler:
             if self._restore is None:
                 ends = [(known + 1) * size]
             else:
-                # What it is past has been attached, or could not be.
+                # At borders that are passed, something has been attached, or could not be.
                 ends = [end for end in self.borders(other) if end >= other.computed]
             if any(
                 known * size < end < len(sequence.tokens)
@@ -499,12 +502,13 @@ class Scheduler:
         return False
 
     def _common(self, one: Sequence, other: Sequence) -> int:
-        """Tokens of the full pages that both begin with."""
+        """Return the number of tokens of the full pages that both begin with."""
         size = self.pool.page_size
         return alike(one.tokens, other.tokens) // size * size
 
     def _mark_beginnings(self, sequence: Sequence) -> None:
-        """Have what a prompt and others that have come lately begin with kept by who is first."""
+        """Mark where a prompt parts from others that have come lately, so that the first of them to
+        be computed keeps the beginning that they share."""
         lately = [*self.prefilling, *self.waiting][-LATELY_COME:]
         for other in lately:
             common = self._common(sequence, other)
@@ -513,10 +517,13 @@ class Scheduler:
                     each.branches.add(common)
 
     def borders(self, sequence: Sequence) -> list[int]:
-        """Where a prompt is cut so that something can be attached, at ends of full pages: the last
-        that leaves a token to compute, for who goes on from the prompt, and for who begins like it
-        those before where others go another way, and before its last turn, unless it goes on from
-        something by itself."""
+        """Return where a prompt is cut so that something can be attached, at ends of full pages.
+
+        The last border is the last that leaves a token to compute, for prompts that go on from
+        this one. Those before, `MOST_BRANCHES` at most, are for prompts that begin like this one:
+        where others go another way, and before its last turn, unless this prompt itself goes on
+        from something attached. Borders that would save too few tokens are left out.
+        """
         size, begun = self.pool.page_size, sequence.adopted
         last = (len(sequence.tokens) - 1) // size * size
         found = []
@@ -539,7 +546,7 @@ class Scheduler:
         return 0 if sequence.scores_prompt else max(self.borders(sequence), default=0)
 
     def _room(self, count: int) -> bool:
-        """Whether `count` pages can be had: free, new, cached, or new at others' expense."""
+        """Return whether `count` pages can be had: free, new, cached, or new at others' expense."""
         return (
             count <= self.pool.free
             or self._grow(count - self.pool.free, urgent=False)
@@ -551,7 +558,7 @@ class Scheduler:
         return self.pool.allocate(count) if self._room(count) else None
 
     def _pause(self, sequence: Sequence) -> None:
-        """Take a sequence's pages away; it will be recomputed when there is room."""
+        """Take a sequence's pages away, and let it wait to be recomputed when there is room."""
         self.pauses += 1
         (self.running if sequence in self.running else self.prefilling).remove(sequence)
         self._vacate(sequence)
@@ -564,7 +571,8 @@ class Scheduler:
     # -- order ---------------------------------------------------------------------------------
 
     def _by_priority(self) -> Iterable[Sequence]:
-        """By priority, then least served owner, then shortest remaining first, with ageing."""
+        """Return prompts by priority, then least served owner, then shortest remaining, with
+        ageing."""
 
         def rank(sequence: Sequence) -> tuple[int, int]:
             waited = self._steps - sequence.submitted_at
@@ -582,8 +590,9 @@ class Scheduler:
         return self._shares.in_turn(queues, rank)
 
     def _chunk(self, sequence: Sequence, budget: int, *, first: bool) -> Prefill | None:
-        """As much of the prompt as the budget allows, ending on a page border unless final, or all
-        that the step does for prompts is less than a page."""
+        """Return as much of the prompt as the budget allows. The chunk ends on a page border,
+        unless it is final, or is the first of its step and the budget is less than a page; None if
+        it would have to be less than a page and is not the first."""
         size = self.pool.page_size
         if self._restore is not None:
             ahead = [end for end in self.borders(sequence) if end > sequence.computed]
@@ -600,7 +609,7 @@ class Scheduler:
 
 
 def alike(a: list[int], b: list[int]) -> int:
-    """How many tokens both begin with."""
+    """Return how many tokens `a` and `b` both begin with."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,9 +1,9 @@
-"""How much of an engine each key has had, so that keys share it evenly while several want it.
+"""Service that each key has had of an engine, so that keys share it evenly while several want it.
 
-Virtual token counters, as in "Fairness in Serving Large Language Models" (arXiv:2401.00588): who
-has been served least goes first; a token drawn counts as two of a prompt; and whoever comes back
-starts from the least of those who are there, so that nobody saves up. With one key there is
-nothing to count, and nothing is.
+Virtual token counters, as in "Fairness in Serving Large Language Models" (arXiv:2401.00588): the
+key that has been served least goes first; a drawn token counts as two prompt tokens; and a key that
+comes back starts from the least of the present keys, so that no key saves up. With one key nothing
+is counted.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from operator import attrgetter
 from typing import Protocol, TypeVar
 
 DRAWN = 2
-"""What a drawn token counts, a prompt's counting 1."""
+"""Weight of a drawn token; the weight of a prompt token is 1."""
 
 
 class Owned(Protocol):
-    """What an owner has here: a sequence, or the texts of a request."""
+    """Work of an owner: a sequence, or the texts of a request."""
 
     @property
     def owner(self) -> str: ...
 
 
 class Member(Owned, Protocol):
-    """key: no other has it."""
+    """Work that is counted while it is here. key: unique among members."""
 
     @property
     def key(self) -> int: ...
 
 
 class Work(Protocol):
-    """remaining: tokens that are to be read before anything is drawn."""
+    """Work to be put in order. remaining: tokens to be read before anything is drawn."""
 
     @property
     def remaining(self) -> int: ...
@@ -44,7 +44,7 @@ W = TypeVar("W", bound=Work)
 
 
 class Shares:
-    """Counts what is served to whom, by the members' `owner`."""
+    """Counters of the tokens served to each owner of members."""
 
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
@@ -53,11 +53,11 @@ class Shares:
 
     @property
     def contested(self) -> bool:
-        """Whether members of several owners are here."""
+        """Return whether members of several owners are here."""
         return len(self._present) > 1
 
     def part(self, member: Member, whole: int) -> int:
-        """An owner's part of `whole`, shared by those that are here and itself; all if alone."""
+        """Return the part of `whole` that the member's owner has beside the other owners here."""
         others = len(self._present) - (member.owner in self._present)
         return whole // (others + 1)
 
@@ -65,17 +65,17 @@ class Shares:
         owner = member.owner
         if owner not in self._present:
             if self._present:
-                # One less: who comes goes before those who are served already.
+                # One less: an owner that comes goes before those that are served already.
                 start = min(self._served[name] for name in self._present) - 1
             else:
-                # One more: who comes next may have been served as little, and goes before it.
+                # One more: an owner that comes next may have been served as little, and goes first.
                 start = max(self._served.get(owner, 0), self._last) + 1
             self._served[owner] = max(self._served.get(owner, start), start)
             self._present[owner] = set()
         self._present[owner].add(member.key)
 
     def leave(self, member: Member) -> None:
-        """It has ended; told twice is no harm."""
+        """Remove a member that has ended; removing it twice does no harm."""
         members = self._present.get(member.owner)
         if members is not None:
             members.discard(member.key)
@@ -92,13 +92,14 @@ class Shares:
     def in_turn(
         self, queues: Mapping[str, list[W]], rank: Callable[[W], tuple[int, int]]
     ) -> Iterator[W]:
-        """All work by priority, then least served owner, then rank.
+        """Yield all work by priority, then least served owner, then rank.
 
-        What is handed out counts as served from then on, within this call.
+        Work that has been yielded counts as served from then on, within this call.
 
         Args:
             queues: each owner's work, sorted by rank.
-            rank: its priority, and its place among others of the same; less goes first.
+            rank: returns the priority of work, and its place among work of the same priority; less
+                goes first.
         """
         iterators = {owner: iter(queue) for owner, queue in queues.items()}
         heads: list[tuple[int, int, tuple[int, int], str, W]] = []
@@ -126,4 +127,4 @@ def by_owner(all_of_them: Iterable[T]) -> defaultdict[str, list[T]]:
 
 
 newest = attrgetter("priority", "submitted_at", "key")
-"""Which of several rows is paused first: the greatest."""
+"""Sort key of rows: the greatest is paused first."""

@@ -1,4 +1,4 @@
-"""How much of prompts a step takes on, and what memory it works on."""
+"""Prompt tokens of a step, and the memory that it works on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_manager.mlx_server.execution.forward import (
 )
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 
-# No smaller step for want of memory: then there is too little.
+# Fewest prompt tokens of a step for want of memory; with less memory there is too little.
 LEAST_FOR_MEMORY = 256
 # Fewest launches of a layer, in whatever way a model is run: those of the fused decoder.
 LAUNCHES_OF_A_LAYER = 8
@@ -36,11 +36,12 @@ MOST_SCORED = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a step may take on.
+    """Limits of a step's prompt tokens, and the memory that it works on.
 
-    tokens: of prompts, at most. ample: at most where such a step is short, and there are bytes for
-    it. scored: most prompt tokens that are scored. working_bytes, ample_bytes: what steps of
-    `tokens` work on, and those of `ample` besides. limits: what the device bears.
+    tokens: most prompt tokens. ample: most prompt tokens where such a step is short and there is
+    memory for it. scored: most prompt tokens that are scored. working_bytes, ample_bytes: bytes
+    that steps of `tokens` work on, and that steps of `ample` take besides. limits: limits of the
+    device.
     """
 
     tokens: int
@@ -54,9 +55,9 @@ class StepSize:
     def of(
         cls, limits: EngineLimits, model: nn.Module, forward: Forward, ledger: Ledger
     ) -> StepSize:
-        """Where the owner named no size, none larger than leaves most of what the ledger has to
-        pages."""
-        # What choosing the forward has left behind.
+        """Return the size for a model. If the owner named none, halve the device's until it leaves
+        most of what the ledger has to pages, but not below `LEAST_FOR_MEMORY`."""
+        # Free the buffers that choosing the forward has left behind.
         clear_cache()
         most = ledger.available() // 3
         tokens = chunk_of(limits)
@@ -65,7 +66,7 @@ class StepSize:
             tokens //= 2
             working = _working_on(limits, model, forward, tokens)
         if working > most and forward.unpacked_bytes(tokens):
-            # What is unpacked for prompts would take what pages need.
+            # Weights unpacked for prompts would take memory that pages need.
             forward.keep_packed()
             return cls.of(limits, model, forward, ledger)
         ample, device = tokens, devices.current()
@@ -77,17 +78,20 @@ class StepSize:
         return cls(tokens, ample, _most_scored(limits, model), working, more, bears)
 
     def wanted(self, tokens: int, shortest: int) -> int:
-        """How many of so many tokens of prompts a step best processes, if it is short all the same.
+        """Return how many of `tokens` prompt tokens a step best processes, if it is short all the
+        same.
 
-        Those of a step get their first tokens together. With c of R tokens a step, and steps that
-        cost as much as F tokens besides, these come soonest on average if c is the root of 2 F R,
-        and 2 F are about those of a usual step (NOTES 138). A prompt is not cut for that.
+        Prompts of one step get their first tokens together. With c of R tokens a step, and steps
+        that cost as much as F tokens besides, first tokens come soonest on average if c is the
+        square root of 2 F R, and 2 F is about the tokens of a usual step (NOTES 138). The shortest
+        prompt, of `shortest` tokens, is not cut for that.
         """
         return max(isqrt(self.tokens * tokens), shortest)
 
 
 def chunk_of(limits: EngineLimits) -> int:
-    """Most prompt tokens of a step: what the owner says, or what keeps the device busy."""
+    """Return the most prompt tokens of a step: the owner's limit, or as many as keep the device
+    busy."""
     return limits.prefill_chunk or devices.current().chunk
 
 
@@ -109,7 +113,7 @@ def limits_of(device: Device, layers: int = 1, heads: int | None = None) -> Step
 
 
 def least_working(limits: EngineLimits, model: nn.Module) -> int:
-    """No more than `StepSize.of` will give for the bytes, before there is memory for the
+    """Return a lower bound of the `working_bytes` of `StepSize.of`, before there is memory for the
     weights."""
     return _working_on(limits, model, None, limits.prefill_chunk or LEAST_FOR_MEMORY)
 
