@@ -1,9 +1,9 @@
-"""Token ids to text, one at a time, exactly as decoding them all at once would.
+"""Detokenizers: token ids to text, one at a time, exactly as decoding them all at once would.
 
 mlx-lm's own streaming detokenizers drop a leading space (" world" after "Hello" would become
 "world") and hold others back; `tokenizers.decoders.DecodeStream` raises on byte-fallback
-tokenizers and takes quadratic time on bytes that are no UTF-8. What is used of mlx-lm is its
-recognition of the tokenizer's kind.
+tokenizers and takes quadratic time on bytes that are no UTF-8. Of mlx-lm only the
+recognition of the tokenizer's kind is used.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Detokenizer(Protocol):
     """The text of one sequence, token by token."""
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes; "" while a character is incomplete."""
+        """Return the text that this token completes; "" while a character is incomplete."""
         ...
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character that never became complete."""
+        """Return the text that is left: U+FFFD for a character that never became complete."""
         ...
 
 
-# Tokens that the beginning of an answer's turn may have.
+# Most tokens that the beginning of an answer's turn may have.
 _BEGINNING = 64
 
 
@@ -57,7 +57,7 @@ class TokenTexts:
                 self._strip_first_space = trim
 
     def stream(self, output: OutputFormat) -> Detokenizer:
-        """A detokenizer that shows the special tokens of `output.keep` and no others."""
+        """Return a detokenizer that shows the special tokens of `output.keep` and no others."""
         hidden = self._special - output.keep
         if self._pieces is None:
             return _WindowDetokenizer(self._decode, hidden)
@@ -65,14 +65,14 @@ class TokenTexts:
         return _ByteDetokenizer(self._pieces, hidden, strip)
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes of one token, special ones included."""
+        """Return the bytes of one token, special ones included."""
         if self._pieces is None:
             return self._decode([token_id]).encode()
         return self._pieces[token_id]
 
     def last_turn(self, ids: Sequence[int]) -> int:
-        """How many tokens of a prompt come before its last turn but the answer's: before the
-        special token that begins both, as far as that can be told; 0 if not.
+        """Return how many tokens of a prompt come before its last turn but the answer's, which is
+        before the special token that begins both turns; 0 if that can't be told.
 
         A chat template ends with the beginning of the answer's turn, whose special token, or the
         last of them, is that of every turn.
@@ -94,7 +94,7 @@ class TokenTexts:
 class _Pieces(dict[int, bytes]):
     """Token id to bytes, filled as tokens turn up. Ids outside of the vocabulary have none.
 
-    texts: of those that are whole characters.
+    texts: the texts of tokens that are whole characters.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, to_bytes: Callable[[str], bytes]) -> None:
@@ -130,7 +130,8 @@ _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 def _byte_level(token: str) -> bytes:
-    """GPT-2's alphabet; an added token with any character outside of it stands for itself."""
+    """Return the bytes of a token in GPT-2's alphabet; an added token with any character outside of
+    it stands for itself."""
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
     except KeyError:
@@ -138,7 +139,7 @@ def _byte_level(token: str) -> bytes:
 
 
 def _byte_fallback(token: str) -> bytes:
-    """SentencePiece: U+2581 is a space, and `<0x0A>` a byte."""
+    """Return the bytes of a SentencePiece token: U+2581 is a space, and `<0x0A>` a byte."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes([int(token[3:5], 16)])
     return token.replace("\u2581", " ").encode()

@@ -1,4 +1,4 @@
-"""Splits an answer's text into what the caller reads, thinking, and tool calls."""
+"""Splitting of an answer's text into content, thinking and tool calls."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mlx_manager.mlx_server.text.tool_calls.reader import CallLog, CallReader, P
 Edges = Mapping[Region, tuple[tuple[str, Region], ...]]
 
 _LONGEST_HEADER = 512
-"""Characters after which text is no header; bounds what looking at it again each time costs."""
+"""Characters after which text is no header; bounds the cost of matching it again each time."""
 
 
 @lru_cache(maxsize=8192)
 def text_delta(text: str) -> TextDelta:
-    """A text without log probabilities. Answers are made of the same tokens again and again, and
-    a delta that is found takes a tenth of the time of one that is made."""
+    """Return a text without log probabilities. Answers are made of the same tokens again and again,
+    and a delta from the cache takes a tenth of the time of a new one."""
     return TextDelta(text)
 
 
@@ -73,7 +73,8 @@ class Markup:
 
     @property
     def complete(self) -> bool:
-        """Nothing can follow: a stop string matched, or the only call allowed has been made."""
+        """Return whether nothing can follow: a stop string matched, or the only call allowed is
+        made."""
         return self.stopped is not None or self._log.full
 
     def feed(self, text: str) -> list[Event]:
@@ -90,7 +91,7 @@ class Markup:
         return self._take()
 
     def finish(self, reason: FinishReason) -> list[Event]:
-        """Everything that was held back. `reason` "length" means that the output was cut off."""
+        """Return the events of all text held back. `reason` "length": the output was cut off."""
         if self._reader:
             self._progress(self._reader.finish(reason == "length"))
         if self._region in self._scanners:
@@ -106,7 +107,7 @@ class Markup:
     # -- Regions -------------------------------------------------------------------------------
 
     def _scan(self, text: str) -> str:
-        """Passes text on up to the region's next marker, and returns what follows that."""
+        """Pass text on up to the region's next marker, and return the text after the marker."""
         scanner = self._scanners.get(self._region)
         if scanner is None:
             self._emit(text)
@@ -131,7 +132,7 @@ class Markup:
                 self._blanks = ""
             case "content":
                 self._fresh = self._output.calls is not None and self._output.calls.bare
-        # What was trimmed goes on being so past a marker that leads nowhere else.
+        # Trimming goes on past a marker that leads to the same region.
         again = self._trim and self._region == region
         self._trim = again or region == "reasoning" or self._region == "reasoning"
         self._region = region
@@ -139,12 +140,12 @@ class Markup:
         self._announced = self._is_header(marker)
 
     def _is_header(self, marker: str) -> bool:
-        """Whether a header begins with this marker, as opposed to after it."""
+        """Return whether this marker is itself the beginning of a header, which else follows it."""
         pattern = self._header_pattern
         return bool(marker and pattern and pattern.fullmatch(marker, partial=True))
 
     def _pass_stray(self, marker: str) -> None:
-        """A marker of thinking that does not fit: nothing, unless it stands among text."""
+        """Drop a marker of thinking that does not fit, unless it stands among text."""
         content = self._region == "content"
         among_text = self._blanks is None and not self._unclosed if content else not self._trim
         self.strayed = not among_text
@@ -155,7 +156,8 @@ class Markup:
             self._fresh = self._output.calls is not None and self._output.calls.bare
 
     def _begin(self, text: str) -> str:
-        """The beginning of content, where calls need no marker."""
+        """Read the beginning of content where calls need no marker; return the text that is
+        left."""
         begins = text.lstrip()
         if not begins:
             self._emit(text)
@@ -182,7 +184,7 @@ class Markup:
         return ""
 
     def _read_message(self, header: regex.Match[str]) -> None:
-        """What a complete header announces: a call, or text in some channel."""
+        """Enter the region that a complete header announces: a call, or text in some channel."""
         name = header["name"]
         if name in self._output.offered and self._output.calls is not None:
             self._region = "content"
@@ -221,7 +223,7 @@ class Markup:
     # -- Events --------------------------------------------------------------------------------
 
     def _emit(self, text: str) -> None:
-        """Text of the current region, less the blanks that belong to the markup."""
+        """Add text of the current region, less the blanks that belong to the markup."""
         if self._trim:
             text = text.lstrip("\n")
             self._trim = not text
@@ -251,7 +253,7 @@ class Markup:
             self._events.append(text_delta(text))
 
     def _up_to_stop(self, text: str) -> str:
-        """Text before a stop string that counts; less what might be the beginning of one."""
+        """Return the text before a stop string that counts, less a possible beginning of one."""
         if self._stops is None:
             return text
         before, number, rest = self._stops.feed(text)
@@ -264,7 +266,7 @@ class Markup:
         return before
 
     def _release(self) -> None:
-        """What might have been the beginning of a stop string is none."""
+        """Emit the text held back as a possible beginning of a stop string."""
         if self._stops and self.stopped is None and (held := self._stops.flush()):
             self._events.append(text_delta(held))
 
@@ -274,7 +276,7 @@ class Markup:
 
 
 def _strays(edges: Edges) -> Edges:
-    """The markers of thinking that don't fit in a region, and where they lead."""
+    """Return the markers of thinking that don't fit in a region, and the regions they lead to."""
     thinking = [edge for edge in edges.get("content", ()) if edge[1] == "reasoning"]
     ends = [edge for edge in edges.get("reasoning", ()) if edge[1] == "content"]
     known = {marker for marker, _ in edges.get("content", ())}

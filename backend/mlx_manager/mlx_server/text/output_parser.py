@@ -1,4 +1,4 @@
-"""A model's tokens to the answer's events: text, thinking, tool calls, stop strings.
+"""Conversion of a model's tokens to the answer's events: text, thinking, tool calls, stop strings.
 
 The same for streaming and not, and one token at a time: however the same output is cut into
 tokens, the joined events are the same.
@@ -45,33 +45,33 @@ class OutputParser:
         # Nothing can follow: a stop string matched, or the only call allowed has been made.
         self.complete = False
         self._logprobs: list[TokenLogprob] = []
-        # Of what opened a call, which is text after all if it turns out to be none.
+        # Log probabilities of a call's opener, which is text after all if no call follows.
         self._opener: list[TokenLogprob] = []
         self._reasoning_tokens = 0
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the text, if one did."""
+        """Return the stop string that ended the text, if one did."""
         return self._markup.stopped if self._markup else None
 
     @property
     def called(self) -> bool:
-        """Whether there are tool calls, all of them complete: an answer that stops then does so to
-        make them."""
+        """Return whether there are tool calls, all of them complete: an answer that stops then does
+        so to make them."""
         return self._markup is not None and self._markup.called
 
     @property
     def region(self) -> Region:
-        """What the next token will be part of, as far as is known."""
+        """Return the region that the next token will be part of, as far as is known."""
         return self._markup.region if self._markup else "content"
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the thinking so far, its markers excluded."""
+        """Return the number of thinking tokens so far, markers excluded."""
         return self._reasoning_tokens
 
     def push(self, token_id: int, logprob: TokenLogprob | None = None) -> list[Event]:
-        """The events that this token completes; once `complete`, none.
+        """Return the events that this token completes; once `complete`, none.
 
         `logprob` goes with the text or thinking that the token becomes part of.
         """
@@ -94,7 +94,7 @@ class OutputParser:
         return self._with_logprobs(events)
 
     def finish(self, reason: FinishReason) -> list[Event]:
-        """Whatever was held back. `reason` "length" means that the output was cut off."""
+        """Return the events of all text held back. `reason` "length": the output was cut off."""
         text = self._detokenizer.finish()
         if reason == "length":
             # Half a character, whose other half was cut off, is none.
@@ -105,7 +105,7 @@ class OutputParser:
             return []
         events = self._markup.feed(text) + self._markup.finish(reason)
         if not events and self._logprobs and self._markup.region == "content" and not self.called:
-            # Of tokens without a text, beyond the last that had one.
+            # An event for log probabilities of tokens without a text, after the last that had one.
             events = [text_delta("")]
         return self._with_logprobs(events)
 

@@ -1,4 +1,4 @@
-"""Finds the first of some strings in text that comes in pieces."""
+"""Search for the first of some strings in text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from mlx_lm.generate import TextStateMachine
 
 @dataclass(frozen=True, slots=True)
 class Trie:
-    """What is sought: the machine's first state, the strings' first characters, and of each node,
-    by identity, how many characters of what may be the beginning of a match lead to it."""
+    """Trie of the strings to find.
+
+    start: the machine's first state. first: the strings' first characters. depths: by a node's
+    identity, how many characters of a possible match lead to the node.
+    """
 
     start: tuple[Any, ...]
     first: frozenset[str]
@@ -22,7 +25,7 @@ class Trie:
 
 @lru_cache(maxsize=16)
 def trie_of(strings: tuple[str, ...]) -> Trie:
-    """One for all the rows that seek the same: it has a node for each character."""
+    """Return the trie of `strings`, one for all rows with the same: it has a node a character."""
     edges = [(text, number) for number, text in enumerate(strings)]
     machine = TextStateMachine({"searching": edges} | {number: [] for _, number in edges})
     start = machine.make_state("searching")
@@ -36,9 +39,9 @@ def trie_of(strings: tuple[str, ...]) -> Trie:
 
 
 class TextScanner:
-    """Finds the first of some strings in text that comes in pieces.
+    """Scanner that finds the first of some strings in text that comes in pieces.
 
-    Of several occurrences, the one that is complete first; of those, the longest.
+    Of several occurrences, it finds the one that is complete first; of those, the longest.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -46,9 +49,10 @@ class TextScanner:
         self._state = self._trie.start
 
     def feed(self, text: str) -> tuple[str, int | None, str]:
-        """Text before a match, the match's number, text after it.
+        """Return the text before a match, the match's number and the text after it.
 
-        With no match: text that can't be part of one, None, "". The rest is held back.
+        Without a match, return the text that can't be part of one, None and "". The rest is held
+        back.
         """
         if self._state is self._trie.start and self._trie.first.isdisjoint(text):
             return text, None, ""
@@ -59,8 +63,8 @@ class TextScanner:
         return segments[0][1], segments[1][0], segments[1][1]
 
     def _free(self) -> str:
-        """Of the text that is held back, what can't be part of a match any more: mlx-lm's machine
-        holds all of it until none of it can."""
+        """Take from the held text, and return, what can't be part of a match any more. mlx-lm's
+        machine holds all of the text until none of it can be."""
         held: str
         name, node, states, held = self._state
         free = len(held) - self._trie.depths[id(node)]
@@ -68,7 +72,7 @@ class TextScanner:
         return held[:free]
 
     def flush(self) -> str:
-        """What was held back, which is no match after all."""
+        """Return the text that was held back, which is no match after all."""
         held: str = self._state[3]
         self._state = self._trie.start
         return held

@@ -1,4 +1,4 @@
-"""What the next token of one row may be, as its answer goes on: grammars and thinking budgets."""
+"""Tokens that a row may draw next, as its answer goes on: grammars and thinking budgets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_manager.mlx_server.text.grammar.matchers import Mask, fill_masks, only,
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """After `tokens` tokens of thinking, `end` is written for the model."""
+    """Limit of thinking: after `tokens` tokens of it, `end` is written for the model."""
 
     tokens: int
     end: tuple[int, ...]
@@ -24,14 +24,15 @@ class ThinkingBudget:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a row's grammar covers.
+    """A row's grammar, and the part of the answer that it covers.
 
     matcher: at the beginning of the grammar; the row's own. texts: its vocabulary. end_ids: tokens
-    that end an answer: not before the grammar has begun. param: the field that asked for it.
+    that end an answer, which may not end before the grammar has begun. param: the field that asked
+    for it.
     openers: tokens that may begin thinking in place of the grammar's first token. whole: the
     grammar covers the answer from its first token, and not from the end of the thinking on. free:
     nothing has to be said, so that the answer may end before the grammar has begun, and may think
-    wherever it likes. unheld: what was asked for and answers are not held to, by name.
+    wherever it likes. unheld: names of requirements that answers are not held to.
     """
 
     matcher: LLMatcher
@@ -45,11 +46,11 @@ class Rules:
 
 
 class Guide:
-    """One row's.
+    """Guide of one row: it keeps the mask of the row's next token.
 
     Attributes:
-        mask: what may be drawn next, None for anything; `Masks` keeps it up to date.
-        words: in a mask.
+        mask: tokens that may be drawn next, None for any; `Masks` keeps it up to date.
+        words: number of words in a mask.
         complete: nothing can follow; the row has what was asked for.
         failure: why the grammar can't be followed any further, if so.
     """
@@ -107,7 +108,8 @@ class Guide:
         self.complete = rules.matcher.is_stopped()
 
     def _check(self, rules: Rules) -> None:
-        """Tokens that were allowed fit: what the matcher then fails at is too much for it."""
+        """Fail the row if its matcher has failed. Only allowed tokens are drawn, so the matcher can
+        fail only at a grammar that has become too much for it."""
         if rules.matcher.is_error():
             self.failure = InvalidParameter(
                 f"`{rules.param}` can't be followed any further, as happens when what has been "
@@ -129,15 +131,16 @@ class Guide:
 
     @property
     def matching(self) -> LLMatcher | None:
-        """What computes the next mask, if anything has to."""
+        """Return the matcher that computes the next mask; None if none has to."""
         if self._forced or not self._begun or self._rules is None:
             return None
         return self._rules.matcher
 
     def set_mask(self, allowed: Mask | None) -> None:
-        """`allowed`: the mask of `matching`, which may have found it too much to compute."""
+        """Set the next mask from `allowed`, the mask of `matching`, whose matcher may have
+        failed."""
         if self._rules is not None and self.matching is not None:
-            # What a matcher that failed allows is an end, wherever the answer is.
+            # A matcher that failed allows an end, wherever the answer is.
             self._check(self._rules)
         if self._forced:
             self.mask = only(self._forced[0], self.words)
@@ -151,7 +154,7 @@ class Guide:
             self.mask = allowed
 
     def _openers(self, rules: Rules) -> tuple[int, ...]:
-        """The tokens that may begin thinking now."""
+        """Return the tokens that may begin thinking now."""
         return () if self._matched or self._spent else rules.openers
 
 
@@ -160,7 +163,7 @@ def _all_but(ids: Iterable[int], words: int) -> Mask:
 
 
 class Masks:
-    """Computes the masks of several rows side by side."""
+    """Executor that computes the masks of several rows in parallel."""
 
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None

@@ -44,7 +44,7 @@ _ATOM = re.compile(
     re.DOTALL,
 )
 _BEYOND_PYTHON = re.compile(r"\[:|&&|--|~~|\\[pP]")
-"""What sets of llguidance's regular expressions may hold, and Python's may not."""
+"""Syntax that sets in llguidance's regular expressions may hold, and sets in Python's may not."""
 _ALL = "".join(
     chr(c) for c in range(0x20, 0xFFFF) if chr(c) not in '"\\' and not 0xD7FF < c < 0xE000
 )

@@ -1,7 +1,7 @@
-"""What an answer may be, compiled: constraints and forced tool calls to llguidance's matchers.
+"""Compilation of constraints and forced tool calls to llguidance's matchers.
 
-A grammar is compiled once and kept; each row gets a copy. Nothing here runs on the MLX thread but
-the masks: a bit a token, for the rows that are constrained.
+A grammar is compiled once and kept; each row gets a copy. Only the masks are computed on the MLX
+thread: a bit a token, for the rows that are constrained.
 """
 
 from __future__ import annotations
@@ -392,10 +392,10 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, end_ids: list[int]) -> LLToke
 
 
 def unforced(grammar: str) -> str:
-    """`grammar`, in which what must come next may be spelled by any tokens.
+    """Return `grammar`, changed so that a forced text may be spelled by any tokens.
 
-    llguidance would else allow only those that the tokenizer makes of it. The model knows them
-    best, but where a special token's name stands in a text, they are that token.
+    llguidance would otherwise allow only the tokens that the tokenizer makes of the text. The model
+    knows those best, but a special token's name in the text would become that token.
     """
     if not grammar.startswith("{"):
         return _unforced(grammar)
@@ -408,17 +408,17 @@ def unforced(grammar: str) -> str:
 
 
 def _spelled(names: Iterable[str]) -> set[str]:
-    """How the names may stand in a grammar that is `_unescaped`."""
+    """Return the forms that the names may have in a grammar that is `_unescaped`."""
     return {_unescaped(form) for name in names if name for form in (name, json.dumps(name)[1:-1])}
 
 
 def _unescaped(grammar: str) -> str:
-    """Less what texts, patterns and texts within texts escape by."""
+    """Return `grammar` less the backslashes by which texts and patterns are escaped."""
     return grammar.replace("\\", "")
 
 
 def _unforced(lark: str) -> str:
-    # Who writes grammars may have set the options.
+    # The author of the grammar may have set the options.
     return lark if "%llguidance" in lark else f'%llguidance {{"no_forcing": true}}\n{lark}'
 
 
@@ -427,7 +427,7 @@ def _most(constraint: Constraint) -> int | None:
 
 
 def reason(error: str) -> str:
-    """Why a matcher is of no use, without llguidance's account of its state."""
+    """Return why a matcher is of no use, without llguidance's account of its state."""
     return error.partition("\n<state>")[0].strip()
 
 
@@ -528,12 +528,12 @@ def fill_masks(
 
 
 def only(token_id: int, words: int) -> Mask:
-    """A mask that allows one token."""
+    """Return a mask that allows one token."""
     return with_tokens(np.zeros(words, np.int32), (token_id,))
 
 
 def with_tokens(mask: Mask, ids: Iterable[int]) -> Mask:
-    """`mask`, changed to allow `ids` too."""
+    """Change `mask` to allow `ids` too, and return it."""
     bits = mask.view(np.uint32)
     for token_id in ids:
         bits[token_id // 32] |= np.uint32(1 << token_id % 32)
@@ -541,7 +541,7 @@ def with_tokens(mask: Mask, ids: Iterable[int]) -> Mask:
 
 
 def allows_more_than(mask: Mask, ids: Iterable[int]) -> bool:
-    """Whether `mask` allows any token that is none of `ids`."""
+    """Return whether `mask` allows any token that is none of `ids`."""
     words = len(mask)
     known = (token_id for token_id in ids if 0 <= token_id < 32 * words)
     return bool((mask & ~with_tokens(np.zeros(words, np.int32), known)).any())

@@ -93,7 +93,7 @@ class Process:
             )
         except OSError as error:
             raise GenerationFailed(f"The form of the answer can't be tried: {error}.") from error
-        # It ends when its stdin does, also where this program is killed.
+        # The process ends when its stdin does, also where this program is killed.
         self._end = weakref.finalize(self, _end, self._process)
         assert self._process.stdout is not None
         if read_frame(self._process.stdout) is None:
@@ -104,14 +104,14 @@ class Process:
             )
 
     def kill(self) -> None:
-        """End it, whatever it is at; on any thread."""
+        """Kill the process, whatever it is doing. Safe on any thread."""
         self._process.kill()
 
     def close(self) -> None:
         self._end()
 
     def try_out(self, job: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Its answer; None if it has died of the job."""
+        """Return the process's answer to `job`; None if the process has died of it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -127,10 +127,10 @@ class Process:
 
 
 class Sandbox:
-    """Tries grammars in processes, which it keeps. Safe to use from several threads, each of which
-    has a process of its own.
+    """Pool of processes in which grammars are tried. Safe to use from several threads, each of
+    which has a process of its own.
 
-    seconds: of the processor, and memory: bytes, that a grammar may take.
+    seconds: processor time that a grammar may take. memory: bytes that a grammar may take.
     """
 
     def __init__(self, seconds: float = COMPILE_SECONDS, memory: int = COMPILE_MEMORY) -> None:

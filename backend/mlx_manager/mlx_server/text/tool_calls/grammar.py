@@ -122,7 +122,8 @@ def free_calls_grammar(
 
 
 def _free_bare_calls(writer: _Writer, tools: Sequence[Tool], openers: Sequence[str]) -> str:
-    """Of two lexemes that match, the longer one counts: text must end where a call's first does."""
+    """Return the grammar of text and bare calls. Of two lexemes that match, the longer one counts,
+    so a text must end where the first lexeme of a call does."""
     named = writer.keyword_calls(tools)
     begun = "".join(f" & ~/{_slashed(re.escape(first))}(?s:.*)/" for first, _ in named)
     text = rf"/\s*[^\s{{](?s:.*)/{begun}"
@@ -135,7 +136,7 @@ def _free_bare_calls(writer: _Writer, tools: Sequence[Tool], openers: Sequence[s
 
 
 def bare_calls(shape: CallShape, tools: Sequence[Tool]) -> str:
-    """One call as a JSON object of free layout: the rule `calls`."""
+    """Return the rule `calls`: one call as a JSON object of free layout."""
     assert isinstance(shape.arguments, AsObject)
     key = shape.arguments.key
     objects = []
@@ -254,7 +255,7 @@ class _Writer:
             ) from error
 
     def _bodies(self, middle: Sequence[Piece]) -> str:
-        """What follows a call's head."""
+        """Return the rule for the rest of a call after its head."""
         between, tail = self.pieces(middle), self.pieces(self.shape.tail)
         ways = [
             self._rule("body", f"{self._text(name)} {between} {arguments} {tail}")
@@ -265,25 +266,26 @@ class _Writer:
     # -- Text around calls ---------------------------------------------------------------------
 
     def after(self, opener: str, call: str) -> str:
-        """The first call and what stands before it, once `opener` has been written."""
+        """Return the rest of the first call, and of the text before it, after `opener`."""
         if self.shape.opening:
             return f"{self.pieces(_less(self.shape.opening, opener))} {call}"
         return f"{self.pieces(_less(self.shape.head, opener))} {self._bodies(self.shape.middle)}"
 
     def begins_with(self, opener: str) -> bool:
-        """Whether calls as they are written here may begin with `opener`."""
+        """Return whether calls in this format may begin with `opener`."""
         first = (self.shape.opening + self.shape.head)[0]
         return isinstance(first, str) and first.startswith(opener)
 
     def opened(self, text: str, opener: str) -> str:
-        """`text`, a terminal's expression, up to the first `opener`."""
+        """Return a rule for `text`, a terminal's expression, up to and with the first `opener`."""
         return self._rule("opened", self._until(text, opener))
 
     def opened_at_once(self, opener: str) -> str:
         return self._rule("opened", self._text(opener))
 
     def keyword_calls(self, tools: Sequence[Tool]) -> list[tuple[str, str]]:
-        """Lists of calls as in Python: how each begins, and its rule."""
+        """Return the beginning and the rule of lists of calls as in Python, one for each first
+        tool."""
         named = []
         for tool in tools:
             if tool.text_grammar is not None:
@@ -303,7 +305,8 @@ class _Writer:
         ]
 
     def without(self, text: str, openers: Sequence[str]) -> str:
-        """`text`, a terminal's expression, as long as none of `openers` is in it."""
+        """Return a rule for matches of `text`, a terminal's expression, without any of
+        `openers`."""
         excluded = " ".join(f"& ~{_containing(opener)}" for opener in openers)
         return self._rule("TEXT", f"({text}) {excluded}", terminal=True)
 
@@ -484,7 +487,8 @@ class _Writer:
                 return self._text(text)
 
     def _text(self, text: str) -> str:
-        """A text; tokens in it that were added to the vocabulary stand by their ids."""
+        """Return a rule for `text`; tokens in it that were added to the vocabulary stand by their
+        ids."""
         return " ".join(
             literal(part) if number is None else f"<[{number}]>"
             for part, number in self._split(text)
@@ -492,7 +496,8 @@ class _Writer:
         )
 
     def _until(self, text: str, end: str) -> str:
-        """What `text`, a terminal's expression, matches, but for `end`; then `end`."""
+        """Return a rule for matches of `text`, a terminal's expression, without `end`; then
+        `end`."""
         parts = list(self._split(end))
         before = ""
         if parts[0][1] is None:
@@ -517,7 +522,7 @@ class _Writer:
         return self._rule("json", f"%json {json.dumps(json_of(dict(schema), self._lenient))}")
 
     def _rule(self, kind: str, body: str, option: str = "", *, terminal: bool = False) -> str:
-        """The name of a rule, or of a terminal, with this body."""
+        """Return the name of the rule, or terminal, with this body; add one if there is none."""
         key = f"{kind}{option}: {body}"
         if key not in self._known:
             name = f"{kind}_{len(self._known)}"

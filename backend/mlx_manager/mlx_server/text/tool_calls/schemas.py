@@ -104,7 +104,7 @@ _SHAPES: Mapping[str, tuple[type, str]] = {
     **dict.fromkeys(_NAMED, (dict, "an object of schemas")),
     **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), (list, "a list of schemas")),
 }
-"""What a keyword's value must be, where anything here looks into it."""
+"""Type that a keyword's value must have, and its description, where code here reads the value."""
 
 
 class UnwritableError(ValueError):
@@ -116,12 +116,12 @@ class OversizedError(UnwritableError):
 
 
 class MalformedError(UnwritableError):
-    """What a tool brings as its schema is no JSON Schema."""
+    """A tool's schema is no JSON Schema."""
 
 
 class Effort:
-    """Counts the schemas that are looked at: what each refers to twice is looked at twice, and so
-    there may be more of them than a schema has characters."""
+    """Counter of the schemas that are looked at. A schema that is referred to twice is looked at
+    twice, so there may be more of them than a schema has characters."""
 
     def __init__(self) -> None:
         self._left = MOST_LOOKED_AT
@@ -226,9 +226,9 @@ def _check(schema: Any, references: set[str]) -> None:
 
 
 def _is_data(key: str, value: Any, known: frozenset[str]) -> bool:
-    """Whether a keyword's value is no schema and has none. What stands under one that nobody knows
-    has not been looked through, unless something refers to it: then all that it refers to in turn
-    is `known`."""
+    """Return whether a keyword's value is no schema and holds none. A value under an unknown
+    keyword has not been checked, unless something refers to it: then all its own references are
+    `known`."""
     if key in _DATA or key in _NAMED or key in _SCHEMAS:
         return key in _DATA
     held = value if isinstance(value, list) else [value]
@@ -244,7 +244,7 @@ def _is_data(key: str, value: Any, known: frozenset[str]) -> bool:
 
 
 def _within(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """`schema` with `change` made to each of the schemas in it."""
+    """Return `schema` with `change` made to each of the schemas in it."""
 
     def changed(key: str, value: Any) -> Any:
         if key in _DATA:
@@ -418,7 +418,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_combined(schema: Mapping[str, Any]) -> bool:
-    """Whether an object's properties are named in more than one place of `schema`."""
+    """Return whether `schema` names an object's properties in more than one place."""
     places = len(schema.keys() & (_OF_THE_SAME | {"properties"}))
     return places > 1 or len(schema.get("allOf", ())) > 1
 
