@@ -1,4 +1,4 @@
-"""Encoders: mlx-embeddings' architectures, and what makes vectors or scores of their output.
+"""Encoders: mlx-embeddings' architectures, and layers that turn their output to vectors or scores.
 
 Of mlx-embeddings only the architectures are used, which need nothing but MLX: importing the
 package itself would import mlx-vlm, and with it OpenCV, SciPy, datasets and sound.
@@ -26,13 +26,13 @@ from mlx_manager.mlx_server.models.loading.weights import default_device
 ALIAS = "mlx_manager_architectures"
 """The name that `mlx_embeddings.models` is imported by."""
 SEGMENTED = ("bert", "xlm_roberta")
-"""Architectures that are told which of two texts a token is of."""
+"""Architectures that are told which of two texts a token belongs to."""
 SHORTEST = 64
 """Tokens of the shortest batch, where batches are filled up to few shapes."""
 
 
 def architecture(name: str) -> ModuleType:
-    """A module of `mlx_embeddings.models`.
+    """Return a module of `mlx_embeddings.models`.
 
     Raises:
         ModelNotSupported: mlx-embeddings is not installed.
@@ -89,38 +89,39 @@ class Encoder(nn.Module):  # type: ignore[misc]
 
     @property
     def padding(self) -> int:
-        """The id of what fills up short rows."""
+        """Return the id that fills up short rows."""
         return self._padding
 
     @property
     def needs_pooler(self) -> bool:
-        """Whether the architecture's own pooler is read."""
+        """Return whether the architecture's own pooler is read."""
         return self._scores and self._name == "bert"
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are."""
+        """Return the number of token ids."""
         return int(self.body.config.vocab_size)
 
     @property
     def segments(self) -> int:
-        """How many segments there are; of an architecture that does not read them, both."""
+        """Return the number of segments; 2 for an architecture that does not read segments."""
         return int(self.body.config.type_vocab_size) if self._name in SEGMENTED else 2
 
     @property
     def dimensions(self) -> int:
-        """How many numbers a vector has."""
+        """Return the number of values in a vector."""
         last = self.dense[-1].linear.weight.shape[0] if self.dense else self.body.config.hidden_size
         return int(last)
 
     def filled_up(self, rows: int, longest: int) -> tuple[int, int]:
-        """The shape of a batch. There are few where each one that is new stops the streams beside
-        it, for 40 ms and up to a second: cuDNN, MLX's fused attention on NVIDIA, prepares itself.
+        """Return the shape that a batch is filled up to. There are few shapes on NVIDIA, where each
+        new one stops the streams beside it for 40 ms and up to a second: cuDNN, MLX's fused
+        attention there, prepares itself.
         """
         return next_shape(rows, longest) if self._few_shapes else (rows, longest)
 
     def working_bytes(self, rows: int, longest: int) -> int:
-        """An estimate of what a batch holds at its worst moment.
+        """Return an estimate of the bytes that a batch holds at its worst moment.
 
         A layer's results are gone before the next one's: the widest product's, as float32 and with
         what it is made from and into, for each token; and the scores of attention, of every head
@@ -198,8 +199,8 @@ class Listener:
 
 
 def listened_to(layers: Sequence[nn.Module]) -> Listener:
-    """Who hears of the results of `layers`, which are of one class, and become of one that tells
-    them: mlx-embeddings' own loops over them have nowhere to ask."""
+    """Return a listener that is told of the results of `layers`, which are of one class. Change the
+    layers to a class that tells it: mlx-embeddings' own loops over them have no hook."""
     listener = Listener()
 
     class Telling(type(layers[0])):  # type: ignore[misc]
@@ -214,15 +215,15 @@ def listened_to(layers: Sequence[nn.Module]) -> Listener:
 
 
 def next_shape(rows: int, longest: int) -> tuple[int, int]:
-    """The next power of two of rows, and the next of four lengths in each octave from 64 tokens on:
-    in the mean a tenth more tokens in each row."""
+    """Return the next power of two of rows, and the next of four lengths in each octave from 64
+    tokens on: in the mean a tenth more tokens in each row."""
     step = max(SHORTEST, 1 << max(0, (longest - 1).bit_length() - 3))
     return 1 << (rows - 1).bit_length(), -(-longest // step) * step
 
 
 def arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` as mlx-embeddings knows it: the bare model, whatever head the checkpoint came with,
-    and RoPE's bases by the names they had before transformers 5."""
+    """Return `config` as mlx-embeddings knows it: the bare model, whatever head the checkpoint came
+    with, and RoPE's bases by the names they had before transformers 5."""
     ropes = config.get("rope_parameters") or {}
     bases = {
         "rope_theta": ropes.get("rope_theta"),
@@ -234,7 +235,7 @@ def arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pooled(hidden: mx.array, mask: mx.array, lengths: mx.array, pooling: Pooling) -> mx.array:
-    """(rows, dimensions) in float32 of (rows, longest, dimensions)."""
+    """Pool `hidden`, (rows, longest, dimensions), to (rows, dimensions) in float32."""
     match pooling:
         case "mean":
             shown = mx.where(mask[..., None], hidden.astype(mx.float32), 0.0)

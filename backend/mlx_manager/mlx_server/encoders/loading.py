@@ -62,7 +62,7 @@ from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.progress import Doing, unheard
 
 PREFIXES = ("bert.", "roberta.", "model.")
-"""What a checkpoint of a model with a head puts before the names of the bare model."""
+"""Prefixes of the bare model's names in a checkpoint of a model with a head."""
 OTHER_HEADS = ("cls.", "lm_head.", "decoder.", "score.")
 OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 

@@ -3,13 +3,14 @@
 A batch takes a text of the request whose turn it is and its neighbours by length, so that little is
 computed for padding. Turns go by priority; then, while several keys want the model, to the key
 whose texts had the fewest tokens read; then to the request that will have been read first if
-nothing else comes: tokens that had been read when it came, and its own that are left. So a short
-request passes a long one, but none does that comes when as many tokens as the long one has have
-been read since: nobody waits for ever. The first text's request is read on with it before others,
-and of several keys each has its part of the batch. How many tokens it may have is learned: a batch
-takes about `ALONE` seconds. A long text is computed a part at a time, on a CPU some layers, for
-about as many seconds a step, for whoever comes meanwhile. Where any batch takes long whatever is in
-it, as on a GPU, whose host has each operation to launch, others go with it.
+nothing else comes: tokens that had been read when it came, and its own that are left. A short
+request passes a long one, unless it comes when as many tokens as the long one has have been read
+since the long one came: no request waits for ever. The first text's request is read on with it
+before others, and of several keys each has its part of the batch. How many tokens it may have is
+learned: a batch takes about `ALONE` seconds. A long text is computed a part at a time, on a CPU
+some layers, for about as many seconds a step, so that requests that come meanwhile have their turn.
+Where any batch takes long whatever is in it, as on a GPU, whose host has to launch each operation,
+other texts go with it.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ from mlx_manager.mlx_server.utils.text import sized
 Vectors = list[NDArray[np.float32]]
 
 ALONE = 0.1
-"""Seconds of a batch: what a text that arrives meanwhile may wait for."""
+"""Seconds of a batch: the time that a text that arrives meanwhile may have to wait."""
 FIRST, MOST = 512, 32_768
 """Tokens, padding included, of the first batch and of any."""
 WITH_IT = 1.0
-"""Of what a batch takes whatever is in it, so much may go into its tokens at any time."""
+"""Share of a batch's fixed seconds that its tokens may take at any time."""
 TOKENS = 64
-"""They are counted in these, to be of the order of one."""
+"""Unit in which tokens are counted for their cost, so that amounts are of the order of one."""
 BOLDNESS = 4
-"""A batch has so many times the tokens of any before, at most."""
+"""Most tokens of a batch, as a multiple of the largest batch before."""
 BEGUN_WITH = (1, 65)
-"""Tokens of the texts that are read before any caller's: what they take is compiled then, and what
-takes other code with more than 64."""
+"""Tokens of the texts that are read before any caller's, so that the code for them is compiled;
+more than 64 tokens take other code."""
 KEPT = 512
 """Tokens of a text that can always be read, whatever else the memory is used for."""
 PADDED = 0.75
@@ -65,17 +66,18 @@ _keys = count()
 
 
 class Model(Protocol):
-    """What reads a batch. padding: the id that fills up short rows."""
+    """Model that reads a batch. padding: the id that fills up short rows."""
 
     @property
     def padding(self) -> int: ...
 
     def filled_up(self, rows: int, longest: int) -> tuple[int, int]:
-        """The rows and tokens that a batch of so many is filled up to."""
+        """Return the rows and tokens that a batch of so many is filled up to."""
         ...
 
     def working_bytes(self, rows: int, longest: int) -> int:
-        """The memory of a batch of so many rows, the longest of so many tokens, filled up."""
+        """Return the bytes of a batch of `rows` rows, the longest of `longest` tokens, filled
+        up."""
         ...
 
     def __call__(
@@ -85,22 +87,22 @@ class Model(Protocol):
         lengths: mx.array,
         made: list[mx.array] | None = None,
     ) -> mx.array:
-        """(rows, numbers) of what is int32: ids and segments (rows, longest), lengths (rows,).
+        """Return (rows, numbers) for ids and segments (rows, longest) and lengths (rows,), int32.
 
-        A segment is 1 in the second text of a pair. made: gets what the result is made from, in
-        order, not evaluated.
+        A segment is 1 in the second text of a pair. made: the arrays that the result is made from
+        are appended to it, in order, not evaluated.
         """
         ...
 
 
 def kept_bytes(model: Model, longest: int) -> int:
-    """The memory that a model which takes texts up to `longest` has for as long as it is loaded."""
+    """Return the bytes that a model of texts up to `longest` keeps for as long as it is loaded."""
     return model.working_bytes(1, min(longest, KEPT))
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderStats:
-    """What an encoder's engine is doing; `running` and `waiting` count requests."""
+    """Figures of an encoder's engine; `running` and `waiting` count requests."""
 
     running: int
     waiting: int
@@ -116,10 +118,10 @@ class Reading:
     """One caller's texts on their way. `future` gets their vectors, in order, all at once.
 
     `rows` (token ids) and `seconds` (for each, where its second text begins; None: it has none) go
-    to the MLX thread, the future stays in the event loop, where `tell` is called when the first of
-    them is read. owner: who has it counted, by name; owners share the engine evenly. priority:
-    lower ones go first. came: how many tokens the engine had begun to read when it came. queued:
-    tokens of its rows that may be taken.
+    to the MLX thread. The future stays in the event loop, where `tell` is called when the first
+    row is read. owner: name of the owner that it is counted for; owners share the engine
+    evenly. priority: lower ones go first. came: how many tokens the engine had begun to read when
+    the request came. queued: tokens of its rows that still wait to be taken.
     """
 
     rows: Sequence[Sequence[int]]
@@ -157,8 +159,8 @@ class Row:
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """A batch on its way through the model. left: what `vectors` are made from and is not computed
-    yet. seconds: that it has taken."""
+    """A batch on its way through the model. left: arrays that `vectors` are made from and that
+    are not computed yet, in order. seconds: time that the pass has taken so far."""
 
     rows: list[Row]
     longest: int
@@ -168,7 +170,7 @@ class Pass:
 
 
 class EncoderEngine:
-    """Reads texts in batches. Every method runs on the MLX thread.
+    """Engine that reads texts in batches. Every method runs on the MLX thread.
 
     Args:
         longest: tokens of the longest text that the model takes.
@@ -205,7 +207,7 @@ class EncoderEngine:
         self._batch: list[Row] = []
         self._by_layers = mx.default_device() == mx.cpu
         self._pass: Pass | None = None
-        # Bytes for it beyond those kept.
+        # Bytes granted for the pass beyond those kept.
         self._granted = 0
         self._serial = 0
         # Tokens of all texts whose reading has begun.
@@ -215,7 +217,7 @@ class EncoderEngine:
         self._steps = self._batches = self._rows = self._tokens = self._padded = 0
 
     def warm(self) -> None:
-        """Have compiled what reading takes, before anybody waits for it."""
+        """Read texts of `BEGUN_WITH` tokens, so that the code is compiled before anybody waits."""
         for tokens in BEGUN_WITH:
             ids = np.full(self._model.filled_up(1, min(tokens, self._longest)), self._model.padding)
             read = mx.array(ids, mx.int32)
@@ -236,7 +238,8 @@ class EncoderEngine:
             self._serial += 1
 
     def _refusal(self, reading: Reading) -> Overloaded | None:
-        """Why it may not wait: there is no room, and its owner has its part of it."""
+        """Return an error if the request may not wait: there is no room, and its owner has its
+        part."""
         waiting = [other for other in self._readings if not other.begun]
         if len(waiting) <= self._max_waiting:
             return None
@@ -250,7 +253,7 @@ class EncoderEngine:
         )
 
     def cancel(self, reading: Reading) -> None:
-        """What has not been read of it is not read any more."""
+        """Drop a request: texts of it that have not been read are not read any more."""
         if reading in self._readings:
             reading.given_up = True
             self._dismiss(reading)
@@ -261,7 +264,7 @@ class EncoderEngine:
 
     @property
     def steps(self) -> int:
-        """How many it has begun."""
+        """Return the number of steps begun."""
         return self._steps
 
     def has_work(self) -> bool:
@@ -278,7 +281,7 @@ class EncoderEngine:
         under_way.seconds += perf_counter() - started
         if vectors is None:
             return
-        # First: who has the answer may look at the metrics at once.
+        # Count first: a caller that has its answer may look at the metrics at once.
         self._count(under_way)
         self._deliver(under_way.rows, vectors)
         self._end_pass()
@@ -320,7 +323,7 @@ class EncoderEngine:
     # -- a batch -------------------------------------------------------------------------------
 
     def _begin(self) -> Pass | None:
-        """The next batch's pass, put together; None: there is nothing that can be read now."""
+        """Return the next batch's pass, put together; None if nothing can be read now."""
         if not self._waiting:
             return None
         self._batch = self._take(self._budget())
@@ -335,8 +338,8 @@ class EncoderEngine:
         return self._pass
 
     def _go_on(self, under_way: Pass, started: float) -> NDArray[np.float32] | None:
-        """Compute what is left of the pass, a part at least, of a long one no more than whoever
-        comes may wait for. Return its vectors, once it is through."""
+        """Compute the rest of the pass, or at least one part of it, but of a long pass no more than
+        about `ALONE` seconds. Return its vectors once it is through, else None."""
         if self._is_short(under_way):
             under_way.left.clear()
         before = longest = 0.0
@@ -349,7 +352,7 @@ class EncoderEngine:
         return np.array(under_way.vectors.astype(mx.float32))[: len(under_way.rows)]
 
     def _is_short(self, read: Pass) -> bool:
-        """Whether it is known that whoever comes meanwhile may wait for all of it."""
+        """Return whether the whole pass is known to take `ALONE` seconds at most."""
         size = self._size(len(read.rows), read.longest)
         return self._cost.known and self._cost.of((size / TOKENS, 1.0)) <= ALONE
 
@@ -360,7 +363,7 @@ class EncoderEngine:
         self._batch = []
 
     def _budget(self) -> int:
-        """Tokens of the next batch, padding included."""
+        """Return the most tokens of the next batch, padding included."""
         if not self._cost.known:
             return FIRST
         tokens, batch = self._cost.prices
@@ -369,7 +372,7 @@ class EncoderEngine:
         return int(min(TOKENS * left / tokens, most)) if tokens else most
 
     def _take(self, budget: int) -> list[Row]:
-        """The row whose turn it is and those that go with it, by turns; taken off the queue."""
+        """Take from the queue the row whose turn it is and those that go with it, by turns."""
         first = self._first()
         batch = [first]
         shortest = longest = first.length
@@ -400,7 +403,8 @@ class EncoderEngine:
         return min(own, key=attrgetter("serial"))
 
     def _company(self, first: Row) -> Iterable[Row]:
-        """Who may go with it, as far as lengths are concerned, in the order in which they may."""
+        """Return the rows whose lengths allow them to go with `first`, in the order of their
+        turns."""
         waiting, place, length = self._waiting, bisect_left(self._waiting, first), first.length
         by_length = attrgetter("length")
         low = bisect_left(waiting, PADDED * length, hi=place, key=by_length)
@@ -430,12 +434,12 @@ class EncoderEngine:
             row.reading.queued -= row.length
 
     def _size(self, rows: int, longest: int) -> int:
-        """Tokens of a batch, padding included."""
+        """Return the tokens of a batch, padding included."""
         return prod(self._model.filled_up(rows, longest))
 
     def _grant(self) -> int | None:
-        """Bytes for the batch beyond those kept; it shrinks until the ledger has them, whose turn
-        is last going first. None: not even for a row."""
+        """Reserve and return the bytes of the batch beyond those kept. Shrink the batch until the
+        ledger grants them, removing the last turns first. None: not even one row's are granted."""
         while True:
             nbytes = self._beyond_kept(len(self._batch), longest_of(self._batch))
             if not nbytes or self._ledger.reserve_if_attainable(self._line, nbytes):
@@ -460,7 +464,7 @@ class EncoderEngine:
         return max(0, self._model.working_bytes(rows, longest) - self._kept)
 
     def _put_off(self) -> None:
-        """The batch's one text waits while more memory is on its way."""
+        """Queue the batch's one text again while more memory is on its way; else fail it."""
         [row] = self._batch
         if self._ledger.more_to_come():
             self._queue(row)
@@ -479,7 +483,7 @@ class EncoderEngine:
     ) -> mx.array:
         ids = np.full(self._model.filled_up(len(batch), longest), self._model.padding, np.int32)
         segments = np.zeros_like(ids)
-        # Of at least a token: the mean of none is none.
+        # At least one token a row, since the mean of no tokens is NaN.
         lengths = np.ones(len(ids), np.int32)
         for place, row in enumerate(batch):
             ids[place, : row.length] = row.reading.rows[row.index]

@@ -14,8 +14,7 @@ Ids = tuple[int, ...]
 class Wrapping:
     """The special tokens before, between and after texts, told from what a tokenizer made of one.
 
-    Putting them there ourselves keeps the tokenizer's truncation, which is state that all of its
-    users share, out of the game.
+    Adding them here avoids the tokenizer's truncation, which is state that all of its users share.
     """
 
     before: Ids
@@ -55,13 +54,13 @@ class Wrapping:
         return (*self.before, *text, *self.after)
 
     def of_pair(self, first: Sequence[int], second: Sequence[int]) -> tuple[Ids, int | None]:
-        """The ids, and where the second segment begins; None: the model has none."""
+        """Return the ids, and where the second segment begins; None: the model has no segments."""
         opening = (*self.before, *first, *self.between)
         return (*opening, *second, *self.after), len(opening) if self.segments else None
 
 
 def runs(ids: Sequence[int], special: Sequence[int], *, texts: int) -> list[Ids]:
-    """The special tokens before, between and after `texts` texts.
+    """Return the special tokens before, between and after `texts` texts.
 
     Raises:
         ValueError: as many texts can't be told apart.
@@ -82,9 +81,9 @@ def runs(ids: Sequence[int], special: Sequence[int], *, texts: int) -> list[Ids]
 
 
 def shortened(first: int, second: int, most: int) -> tuple[int, int]:
-    """How many tokens stay of two texts that have `most` together: the longer one is cut first.
+    """Return how many tokens stay of each of two texts, `most` together: the longer is cut first.
 
-    The tokenizers library's "longest first".
+    This is the tokenizers library's "longest first".
     """
     if first + second <= most:
         return first, second
