@@ -1,4 +1,4 @@
-"""Texts made tokens a few at a time, and of a long text no more than tells what becomes of it."""
+"""Tokenisation of texts a few at a time, and of a long text no further than its use needs."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ Sized = TypeVar("Sized", bound=Sequence[object])
 Encode = Callable[[Sequence[str]], list[list[int]]]
 
 AT_ONCE = 64
-"""Texts of a slice: no other thread of Python runs while what a tokenizer gave is freed."""
+"""Texts of a slice: no other thread of Python runs while a tokenizer's result is freed."""
 SLICE = 2**18
 """Characters or token ids of a slice, unless it is a single text."""
 HEAD = 4096
-"""Characters of a text that are looked at first, at least."""
+"""Fewest characters of a text that are tokenised first."""
 PER_TOKEN = 8
-"""And for each token that is enough. Prose has 3 to 5 to a token."""
+"""Characters that are tokenised first for each of the tokens that are enough; prose has 3 to 5 a
+token."""
 GROWTH = 8
-"""Where these were too few tokens, as of blanks, so many times as many characters are next."""
+"""Factor on the characters each time they give too few tokens, as blanks do."""
 BORDER = 128
 """Tokens before a cut that might be others without it: WordPiece knows words of 100 characters."""
 COUNTED = 4
-"""Contexts: as many tokens of a text are told to who asks for them. Who counts what is too long
-learns by how much; of megabytes only that they are."""
+"""Most tokens of a text that are told to a client, in contexts of the model. A client learns by how
+much a text is too long, but of megabytes only that they are too long."""
 LEAST_COUNTED = 2**18
-"""Tokens, of a model with a short context."""
+"""Tokens of a text that are told to a client even where the model's context is short."""
 
 
 def most_counted(context: int) -> int:
-    """The most tokens of a text that are told to who asks for them."""
+    """Return the most tokens of a text that are told to a client."""
     return max(COUNTED * context, LEAST_COUNTED)
 
 
 def check_counted(count: int, context: int, param: str) -> None:
-    """
+    """Check that so many tokens may be told to a client.
+
     param: the field with the text or the tokens.
 
     Raises:
@@ -52,7 +54,7 @@ def check_counted(count: int, context: int, param: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The tokens of a text, or its first, which are more than enough.
+    """Tokens of a text: all of them, or its first ones, which are more than enough.
 
     unread: about how many more tokens the text has; 0 if `ids` are all of them.
     """
@@ -62,13 +64,13 @@ class Content:
 
     @property
     def total(self) -> int:
-        """About how many tokens the whole text has."""
+        """Return about how many tokens the whole text has."""
         return len(self.ids) + self.unread
 
 
 def sliced(inputs: Sequence[Sized], enough: int) -> Iterator[tuple[int, Sequence[Sized]]]:
-    """The inputs, which are texts or token ids, in parts of a call of the tokenizer each; with the
-    index of each part's first."""
+    """Yield the inputs, which are texts or token ids, in parts of one call of the tokenizer each,
+    with the index of each part's first input."""
     first = size = 0
     for index, given in enumerate(inputs):
         length = min(len(given), head(enough))
@@ -81,8 +83,9 @@ def sliced(inputs: Sequence[Sized], enough: int) -> Iterator[tuple[int, Sequence
 
 
 def contents(encode: Encode, texts: Sequence[str], enough: int) -> list[Content]:
-    """Of each text all tokens, or more than `enough` of its first, which the rest does not change,
-    but for a choice between two ways to say the same that a Unigram leaves to the end.
+    """Return all tokens of each text, or more than `enough` of its first. The rest of a text does
+    not change its first tokens, except where a Unigram leaves a choice between two equal ways to
+    the end.
 
     No count of characters tells that a text is too long: WordPiece makes a word of any length one
     token, and of blanks none.
@@ -99,7 +102,7 @@ def continued(encode: Encode, text: str, ids: list[int], enough: int) -> Content
     if size >= len(text):
         return Content(ids)
     kept = ids[: len(ids) - BORDER]
-    # As many to a character as in the part that was read.
+    # Estimated by the tokens a character in the part that was read.
     return Content(kept, max(1, len(ids) * len(text) // size - len(kept)))
 
 

@@ -55,7 +55,7 @@ Vector = NDArray[np.float32]
 Matrix = NDArray[np.float32]
 """A row for each text."""
 SMALLEST = 1e-12
-"""Of a vector's length, when it is normalised."""
+"""Smallest length that a vector is divided by when it is normalised."""
 TOKENISING = 2
 """Threads of a model that make tokens: a call of the tokenizer can't be ended."""
 
@@ -194,7 +194,7 @@ class EncoderBackend:
         return Tokenized(list(ids), self._loaded.context_length, self._tokenizer)
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """The text of tokens, special ones included.
+        """Return the text of tokens, special ones included.
 
         Raises:
             InvalidParameter: there is no such token.
@@ -205,7 +205,7 @@ class EncoderBackend:
         return self._vocabulary.text(given, "tokens")
 
     def tokenizer_info(self) -> TokenizerInfo:
-        """What clients need to know of the tokenizer."""
+        """Return the description of the tokenizer that clients need."""
         return self._vocabulary.info(self._loaded.context_length)
 
     # -- tokens --------------------------------------------------------------------------------
@@ -220,7 +220,8 @@ class EncoderBackend:
         return ids
 
     async def _inputs(self, request: EmbeddingRequest) -> list[Ids]:
-        """A slice at a time; between two of them others have their turn, or the caller is gone."""
+        """Tokenise the inputs a slice at a time. Between two slices other requests have their turn,
+        and the work ends if the caller is gone."""
         most = self._most(request.truncate)
         prompt = self._prompt(request.prompt)
         cut = request.truncate is not None
@@ -355,7 +356,7 @@ class EncoderBackend:
             )
 
     def _bytes_of(self, length: int) -> int:
-        """What a text of so many tokens takes to read."""
+        """Return the bytes that it takes to read a text of `length` tokens."""
         return self._loaded.model.working_bytes(1, length)
 
     def _check_dimensions(self, wanted: int | None) -> None:

@@ -208,7 +208,7 @@ class Guidance:
 
 
 def _thinks_all_the_same(request: GenerationRequest, output: OutputFormat) -> bool:
-    """Whether the thinking was switched off, and the template has begun it."""
+    """Return whether thinking was switched off, but the template has begun it."""
     match request.prompt:
         case Conversation(continue_final_message=False, template_args={"enable_thinking": False}):
             return output.initial == "reasoning"
@@ -216,7 +216,7 @@ def _thinks_all_the_same(request: GenerationRequest, output: OutputFormat) -> bo
 
 
 def forced_tools(conversation: Conversation) -> Sequence[Tool]:
-    """The tools one of which must be called.
+    """Return the tools one of which must be called.
 
     Raises:
         InvalidParameter: there are none.
@@ -236,7 +236,7 @@ def forced_tools(conversation: Conversation) -> Sequence[Tool]:
 
 
 def formats_left_out(tools: Sequence[Tool]) -> Sequence[str]:
-    """The formats of texts in the parameters of `tools` that are not enforced."""
+    """Return the formats of texts in the parameters of `tools` that are not enforced."""
     names = dict.fromkeys(name for tool in tools for name in unknown_formats(tool.parameters))
     return [f"format {name}" for name in names]
 
@@ -265,15 +265,15 @@ def _known(shape: CallShape | None, param: str) -> CallShape:
 
 
 def _aside_end(output: OutputFormat) -> str | None:
-    """What ends the thinking before calls, where their shape has room for any."""
+    """Return the text that ends thinking before calls; None if their shape has no room for any."""
     shape = output.calls.shape if output.calls else None
     opening = shape.opening if shape else ()
     return next((piece.end for piece in opening if isinstance(piece, Aside)), None)
 
 
 def _as_ruled(output: OutputFormat, rules: Rules) -> OutputFormat:
-    """`output` less the markers that the rules leave no room for, so that what looks like one in
-    the text is text."""
+    """Return `output` less the markers that the rules leave no room for, so that what looks like
+    one in the text is text."""
     edges = dict(output.edges)
     edges["reasoning"] = tuple(e for e in edges.get("reasoning", ()) if e[1] != "calls")
     if not rules.openers and not rules.free:

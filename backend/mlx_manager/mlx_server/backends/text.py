@@ -69,7 +69,7 @@ GRAMMARS_AT_ONCE = 2
 SHORT = 4096
 """Characters or tokens of a prompt that takes less than a millisecond to render and to tokenise."""
 MESSAGE = 64
-"""What a message takes by itself, in characters."""
+"""Characters that a message counts for besides its text, in `SHORT`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class TextBackend:
         self._engine.make_pages()
 
     def make_ahead(self) -> None:
-        """What the first request for JSON needs: up to a second with Python's lock held.
+        """Prepare what the first request for JSON needs: up to a second with Python's lock held.
 
         Raises:
             UnsupportedParameter: this model's answers can't be constrained.
@@ -262,7 +262,8 @@ class TextBackend:
         return Tokenized(content.ids, self._loaded.context_length, self._texts)
 
     def leaves_room(self, request: GenerationRequest) -> bool:
-        """Whether an answer as long as is asked for, or half the context long, can follow.
+        """Return whether an answer can follow that is as long as asked for, or half the context
+        long, whichever is shorter.
 
         Raises:
             InvalidRequest: as `tokenize`.
@@ -272,7 +273,7 @@ class TextBackend:
         return len(self._tokenise(request.prompt, most)[0].ids) <= most
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """The text of tokens, special ones included.
+        """Return the text of tokens, special ones included.
 
         Raises:
             InvalidParameter: there is no such token.
@@ -283,7 +284,7 @@ class TextBackend:
         return self._vocabulary.text(given, "tokens")
 
     def render(self, conversation: Conversation) -> str:
-        """The text that the model gets to see.
+        """Return the text that the model gets to see.
 
         Raises:
             InvalidRequest: the conversation can't be rendered.
@@ -291,13 +292,14 @@ class TextBackend:
         return self._loaded.adapter.render_text(conversation, self._loaded.tokenizer)
 
     def tokenizer_info(self) -> TokenizerInfo:
-        """What clients need to know of the tokenizer."""
+        """Return the description of the tokenizer that clients need."""
         templates = self._loaded.tokenizer.chat_template
         template = templates.get("default") if isinstance(templates, dict) else templates
         return self._vocabulary.info(self._loaded.context_length, template)
 
     def _tokenise(self, prompt: Prompt, enough: int) -> tuple[Content, OutputFormat]:
-        """Of a text with more than `enough` tokens no more need be told than that."""
+        """Return the prompt's tokens and output format. Of a text with more than `enough` tokens,
+        only the first tokens, more than `enough`, need be returned."""
         adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer
 
         def read(encode: Callable[[str], list[int]], text: str) -> Content:
@@ -453,7 +455,8 @@ def _is_short(request: GenerationRequest) -> bool:
 
 
 def _is_small(variable: Any) -> bool:
-    """Whether a template's variable adds next to nothing to a text: documents, say, are no such."""
+    """Return whether a template's variable adds next to nothing to a text, unlike documents,
+    say."""
     match variable:
         case str():
             return len(variable) <= MESSAGE

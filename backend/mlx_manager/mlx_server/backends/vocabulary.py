@@ -1,4 +1,4 @@
-"""The tokens of a model, for requests that name them and clients that ask for them."""
+"""Vocabulary of a model, for requests that name tokens and clients that ask for them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mlx_manager.mlx_server.errors import InvalidRequest, OutOfRange
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """size: ids are below it."""
+    """Token ids of a model and its tokenizer. size: all ids are below it."""
 
     tokenizer: Any
     size: int
 
     def check(self, ids: Collection[int], param: str) -> None:
-        """An id that the model lacks would be read or written out of an array's bounds.
+        """Check ids: one that the model lacks would be read or written out of an array's bounds.
 
         Raises:
             OutOfRange: there is no such token.
@@ -31,7 +31,7 @@ class Vocabulary:
             )
 
     def check_embedded(self, ids: Iterable[int], rows: int, param: str) -> None:
-        """A tokenizer may have been given tokens that the model, of `rows`, never was.
+        """Check ids of a text: a tokenizer may know tokens that the model, of `rows` tokens, lacks.
 
         Raises:
             InvalidRequest: there is one among the text's.
@@ -46,7 +46,7 @@ class Vocabulary:
             )
 
     def text(self, ids: Iterable[int], param: str) -> str:
-        """The text of tokens, special ones included.
+        """Return the text of tokens, special ones included.
 
         Raises:
             OutOfRange: there is no such token.
@@ -57,7 +57,7 @@ class Vocabulary:
         return text
 
     def info(self, context_length: int, chat_template: str | None = None) -> TokenizerInfo:
-        """What clients need to know of the tokenizer."""
+        """Return the description of the tokenizer that clients need."""
         return TokenizerInfo(
             bos_token=self.tokenizer.bos_token,
             eos_token=self.tokenizer.eos_token,
