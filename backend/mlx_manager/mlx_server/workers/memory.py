@@ -20,9 +20,9 @@ from mlx_manager.mlx_server.workers.messages import (
 EVERY = 0.1
 """Seconds between two looks at what is left."""
 LOW = 1 / 16
-"""Of what is granted: more is asked for while less is unused, before a step needs it."""
+"""Share of the granted memory: while less is unused, more is asked for before a step needs it."""
 NOTEWORTHY = 1 / 128
-"""Of what is granted: a change in use that the server is told of."""
+"""Share of the granted memory: a larger change in use is reported to the server."""
 MOMENT = 0.05
 """Seconds that an engine without anything else to do waits for an answer in one go."""
 AGAIN = 1.0
@@ -30,7 +30,7 @@ AGAIN = 1.0
 
 
 class GrantedMemory:
-    """Keeps a ledger's limit at what is granted, and asks for more ahead of need.
+    """Granted memory of a worker: keeps a ledger's limit at it, and asks for more ahead of need.
 
     The MLX thread owns the ledger. While a model is loaded (`waits`) that thread waits for what
     it asks for; between steps it never does, and rows that lack pages wait their turn instead.

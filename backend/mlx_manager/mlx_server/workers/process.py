@@ -47,7 +47,7 @@ class Process(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """How workers log; without a level, as Python does by itself."""
+    """Log settings of workers; without a level, Python's defaults hold."""
 
     level: str = ""
     form: LogFormat = "pretty"

@@ -26,7 +26,7 @@ class WireRow:
         self._drawn: Callable[[], int] = int
 
     def shorten(self, take: Taker) -> None:
-        """There is no shorter way."""
+        """Do nothing: a row of a worker has no shortcut."""
 
     def told(self, events: list[Event]) -> Row:
         """Return what the server is told of the row."""
@@ -41,8 +41,8 @@ class WireRow:
 class Wire:
     """The rows under way by their questions' numbers.
 
-    send: sends a message. broken: says why nothing can be computed any more; who fails of that is
-    told by the connection's end. sent: called after each message.
+    send: sends a message. broken: says why nothing can be computed any more; rows that fail
+    of that are told by the connection's end. sent: called after each message.
     """
 
     def __init__(
