@@ -44,7 +44,7 @@ class PageTable:
 
     @property
     def pages(self) -> NDArray[np.int32]:
-        """(pages,) view of the table."""
+        """Return a view of the table, (pages,) int32."""
         return self._array[: self._size]
 
     def extend(self, pages: Iterable[int]) -> None:
@@ -102,29 +102,29 @@ class PagePool:
 
     @property
     def cached(self) -> int:
-        """Unreferenced pages kept for reuse."""
+        """Return the number of unreferenced pages kept for reuse."""
         return len(self._cached)
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` could hand out now."""
+        """Return the number of pages that `allocate` could hand out now."""
         return self.free + len(self._cached)
 
     @property
     def held(self) -> int:
-        """Pages in some sequence's table."""
+        """Return the number of pages in some sequence's table."""
         return self.size - self.available
 
     @property
     def removable(self) -> int:
-        """Pages that `shrink` could remove once nothing is cached."""
+        """Return the number of pages that `shrink` could remove once nothing is cached."""
         return sum(1 for _ in takewhile(lambda count: not count, reversed(self._references)))
 
     def references(self, page: int) -> int:
         return self._references[page]
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that `tokens` tokens take."""
+        """Return the number of pages that `tokens` tokens take."""
         return -(-tokens // self.page_size)
 
     # -- taking and giving ---------------------------------------------------------------------
@@ -155,7 +155,7 @@ class PagePool:
         return pages
 
     def _lowest(self, count: int) -> list[int]:
-        """So many free pages are free no more."""
+        """Take the `count` lowest free pages, and return them."""
         pages: list[int] = []
         while len(pages) < count:
             first, behind = self._runs[0]
@@ -174,7 +174,7 @@ class PagePool:
         self.free += len(pages)
 
     def take_stale(self) -> list[int]:
-        """The pages handed out since the last time that hold what others have left in them."""
+        """Return the pages handed out since the last call that hold what other sequences left."""
         stale, self._stale = sorted(self._stale), set()
         return stale
 
@@ -234,7 +234,7 @@ class PagePool:
     # -- prefix reuse --------------------------------------------------------------------------
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The longest known run of full pages at the start of `tokens`, unretained.
+        """Return the longest known run of full pages at the start of `tokens`, unretained.
 
         Never all of `tokens`: at least the last one is left to compute, for its logits.
         """
@@ -264,7 +264,7 @@ class PagePool:
         return list(self._attachments.values())
 
     def commit(self, parent: Node, tokens: Sequence[int], page: int) -> Node:
-        """Record that held `page` is full and holds `tokens` after `parent`; returns its node.
+        """Record that held `page` is full and holds `tokens` after `parent`; return its node.
 
         If an equal page is known already, that one stays indexed and this one stays private.
         """
@@ -273,12 +273,13 @@ class PagePool:
         return self._index.insert(parent, tokens, page)
 
     def node(self, page: int) -> Node:
-        """The node of an indexed page, as parent for the page that follows it."""
+        """Return the node of an indexed page, as parent for the page that follows it."""
         return ROOT if self._index is None else self._index.node(page)
 
 
 def runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Those that follow each other, in order: the first, and the one behind the last."""
+    """Yield each run of neighbouring pages, in order: its first page, and the page behind its
+    last."""
     ordered = sorted(pages)
     begun = 0
     for place, page in enumerate(ordered, 1):
