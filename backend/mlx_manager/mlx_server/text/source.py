@@ -43,7 +43,7 @@ class Source:
         self.ended, self.cut = True, cut
 
     def decide(self) -> None:
-        """All that has been read is understood."""
+        """Mark all that has been read as understood."""
         self.mark = self.at
 
     @property
@@ -55,23 +55,23 @@ class Source:
         return "".join(self._chars[self.at :])
 
     def take(self, length: int) -> str:
-        """The next characters, which have arrived."""
+        """Read the next `length` characters, which have arrived."""
         self.at += length
         return "".join(self._chars[self.at - length : self.at])
 
     def seen(self, start: int, stop: int) -> str:
-        """Text that has arrived, by places relative to the next character."""
+        """Return text that has arrived, by places relative to the next character."""
         return "".join(self._chars[self.at + start : self.at + stop])
 
     def run(self, special: Container[str]) -> str:
-        """The next characters that have arrived, up to the first special one."""
+        """Read the next characters that have arrived, up to the first special one."""
         start = self.at
         while self.at < len(self._chars) and self._chars[self.at] not in special:
             self.at += 1
         return "".join(self._chars[start : self.at])
 
     def char(self, ahead: int = 0) -> Reading[str]:
-        """The character at a place relative to the next; "" past the end."""
+        """Return the character at a place relative to the next; "" past the end."""
         while self.at + ahead >= len(self._chars):
             if self.ended:
                 return ""
@@ -79,19 +79,20 @@ class Source:
         return self._chars[self.at + ahead]
 
     def next(self) -> Reading[str]:
-        """The next character, as read; "" at the end."""
+        """Read the next character; "" at the end."""
         char = yield from self.char()
         self.at += len(char)
         return char
 
     def blanks(self, ahead: int = 0) -> Reading[int]:
-        """The place of the first character from `ahead` on that is no blank, or of the end."""
+        """Return the place of the first character from `ahead` on that is no blank, or of the
+        end."""
         while (yield from self.char(ahead)).isspace():
             ahead += 1
         return ahead
 
     def says(self, text: str, ahead: int = 0) -> Reading[bool]:
-        """Return whether this very text stands there."""
+        """Return whether `text` stands `ahead` characters on."""
         for place, char in enumerate(text):
             if (yield from self.char(ahead + place)) != char:
                 return False
@@ -100,7 +101,7 @@ class Source:
     def match(
         self, pattern: regex.Pattern[str], ahead: int = 0
     ) -> Reading[regex.Match[str] | None]:
-        """The shortest text from a place on that a pattern matches."""
+        """Return the shortest text from a place on that a pattern matches."""
         text = ""
         while len(text) <= LONGEST_MARKUP:
             char = yield from self.char(ahead + len(text))

@@ -54,7 +54,8 @@ def check_size(what: str, size: int, most: int) -> None:
 
 
 def check_schema(schema: Any) -> None:
-    """
+    """Check how deep a schema is, and how long its patterns are.
+
     schema: JSON.
 
     Raises:
@@ -73,7 +74,8 @@ def resolver(schema: Any) -> Callable[[str], bool]:
 
 
 def check_lark(text: str) -> None:
-    """
+    """Check how deep and how large a grammar is.
+
     text: a grammar in Lark.
 
     Raises:
@@ -105,8 +107,8 @@ def _check_depth(what: str, depths: Iterable[int]) -> None:
 
 
 def _depths(starts: Iterable[Node], below: Callable[[Node], Iterable[Node]]) -> dict[Node, int]:
-    """The nodes of the longest path from each node on, itself included; circles are cut where they
-    close. What lies below a node comes before it."""
+    """Return the number of nodes on the longest path from each node on, itself included. Circles
+    are cut where they close. Nodes below a node come before it."""
     depths: dict[Node, int] = {}
     for start in starts:
         path: dict[Node, tuple[Iterator[Node], list[int]]] = {}
@@ -234,7 +236,7 @@ class _Schemas:
         return found
 
     def _by_name(self) -> dict[str, Any]:
-        """The schemas that have an id or an anchor."""
+        """Return the schemas that have an id or an anchor."""
         if self._named is None:
             self._named = {}
             waiting = [self._whole]
@@ -251,6 +253,6 @@ class _Schemas:
 
 
 def _name(reference: str) -> str:
-    """The end of an id, an anchor or a reference, by which they are compared: llguidance knows what
-    they are relative to."""
+    """Return the end of an id, an anchor or a reference, by which they are compared: llguidance
+    knows what these are relative to."""
     return re.split(r"[/#]", reference.rstrip("/#"))[-1]

@@ -60,7 +60,7 @@ def is_lark(text: str) -> bool:
 
 
 def lark_of(text: str) -> str:
-    """A grammar in GBNF as one in Lark.
+    """Return a grammar in GBNF, converted to Lark.
 
     Raises:
         GbnfError: it is none.
@@ -81,7 +81,8 @@ def lark_of(text: str) -> str:
 
 
 def _terminals(rules: dict[str, _Rule]) -> set[str]:
-    """The rules in which nothing refers to a rule that is none of these: one regular expression."""
+    """Return the names of the rules that refer only to each other, and not in circles: each is one
+    regular expression. The rule `root` is excluded."""
     users: dict[str, set[str]] = {name: set() for name in rules}
     open_refs: dict[str, int] = {}
     for name, rule in rules.items():
@@ -129,7 +130,7 @@ class _Parser:
         self._at = 0
 
     def rules(self) -> dict[str, _Rule]:
-        """The rules by name. Of several with one name the last counts.
+        """Return the rules by name. Of several with one name the last counts.
 
         Raises:
             GbnfError: the text is no grammar.
@@ -147,7 +148,7 @@ class _Parser:
             found[name] = _Rule(self._body())
 
     def _body(self) -> list[str | _Ref]:
-        """Alternatives up to the end of a line that is in no parentheses."""
+        """Read alternatives up to the end of a line that is in no parentheses."""
         pieces: list[str | _Ref] = []
         groups: list[int] = []
         empty, repeats = True, False
@@ -198,7 +199,7 @@ class _Parser:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
-    """Each token's kind, text and line, without blanks; "end" last.
+    """Yield each token's kind, text and line, without blanks; "end" last.
 
     Raises:
         GbnfError: something is none.
@@ -232,7 +233,7 @@ def _item(kind: str, text: str, line: int) -> str | _Ref:
 
 
 def _times(text: str) -> str:
-    """A repetition as Lark has it."""
+    """Return a repetition as Lark has it."""
     if text in "*+?":
         return text
     least, comma, most = re.sub(r"\s", "", text[1:-1]).partition(",")
@@ -240,7 +241,7 @@ def _times(text: str) -> str:
 
 
 def _plain(text: str, line: int) -> str:
-    """A text without escapes.
+    """Return `text` with its escapes replaced.
 
     Raises:
         GbnfError: there is no such escape.
@@ -267,7 +268,7 @@ def _class(text: str, line: int) -> str:
 
 
 def _chars(text: str, line: int) -> Iterator[tuple[str, bool]]:
-    """Each character, and whether it was escaped."""
+    """Yield each character, and whether it was escaped."""
     at = 0
     while at < len(text):
         if text[at] != "\\":

@@ -128,7 +128,7 @@ class Grammars:
         self.answer(JsonObject())
 
     def _tokens(self, param: str) -> LLTokenizer:
-        """llguidance's form of the vocabulary, made when it is first needed."""
+        """Return llguidance's form of the vocabulary, made when it is first needed."""
         with self._lock:
             if self._texts is None and self._refusal is None:
                 try:
@@ -148,13 +148,13 @@ class Grammars:
 
     @property
     def texts(self) -> LLTokenizer:
-        """The vocabulary, once something has been compiled."""
+        """Return the vocabulary, once something has been compiled."""
         assert self._texts is not None
         return self._texts
 
     @property
     def words(self) -> int:
-        """The length of this model's masks."""
+        """Return the length of this model's masks."""
         return -(-self.texts.vocab_size // 32)
 
     def matcher(
@@ -164,7 +164,7 @@ class Grammars:
         most: int | None = None,
         waiting: Waiting | None = None,
     ) -> LLMatcher:
-        """A matcher at the beginning of `grammar`, in any form that llguidance reads.
+        """Return a matcher at the beginning of `grammar`, in any form that llguidance reads.
 
         most: ways in which a text may be read so far, if not as many as llguidance follows.
         waiting: who waits for it.
@@ -215,7 +215,7 @@ class Grammars:
         return verdict
 
     def answer(self, constraint: Constraint, waiting: Waiting | None = None) -> LLMatcher:
-        """A matcher for answers that fit `constraint`.
+        """Return a matcher for answers that fit `constraint`.
 
         Raises:
             InvalidParameter: the constraint can't be honoured; says why.
@@ -232,8 +232,8 @@ class Grammars:
         return self.answer(eased, waiting)
 
     def _eased(self, constraint: Constraint, waiting: Waiting | None) -> JsonSchema | None:
-        """A schema that could not be compiled, less the patterns and the references that can't be;
-        None if there are none of these."""
+        """Return a schema that could not be compiled, less the patterns and the references that
+        can't be; None if there are none of these."""
         if not isinstance(constraint, JsonSchema) or constraint.strict:
             return None
         schema = json.loads(constraint.schema)
@@ -242,8 +242,8 @@ class Grammars:
         return replace(constraint, schema=eased) if easing.left_out else None
 
     def eased(self, tool: Tool, waiting: Waiting | None) -> tuple[Tool, Sequence[str]]:
-        """A tool less the patterns and the references in its parameters that calls can't be held
-        to, and the names of these keywords."""
+        """Return a tool less the patterns and the references in its parameters that calls can't be
+        held to, and the names of these keywords."""
         easing = self._easing(tool.parameters, tool.schema_param, waiting, named=False)
         parameters = easing.of(tool.parameters)
         return replace(tool, parameters=parameters), list(easing.left_out)
@@ -268,7 +268,7 @@ class Grammars:
         param: str = "tool_choice",
         waiting: Waiting | None = None,
     ) -> LLMatcher:
-        """A matcher for one call of `tools` or, if `parallel`, for one or more.
+        """Return a matcher for one call of `tools` or, if `parallel`, for one or more.
 
         Raises:
             InvalidParameter: a tool can't be honoured; says which and why.
@@ -289,7 +289,7 @@ class Grammars:
         param: str,
         waiting: Waiting | None = None,
     ) -> LLMatcher:
-        """A matcher for any text, in which only calls of `tools` can follow `openers`.
+        """Return a matcher for any text, in which only calls of `tools` can follow `openers`.
 
         Raises:
             InvalidParameter: a tool can't be honoured; says which and why.
@@ -338,7 +338,7 @@ class Grammars:
         parallel: bool,
         waiting: Waiting | None = None,
     ) -> LLMatcher:
-        """A matcher for answers that either fit `constraint` or call `tools`.
+        """Return a matcher for answers that either fit `constraint` or call `tools`.
 
         Raises:
             InvalidParameter: the one or the other can't be honoured; says which and why.
@@ -375,7 +375,7 @@ class Grammars:
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase, end_ids: list[int]) -> LLTokenizer:
-    """llguidance's form of a tokenizer.
+    """Return llguidance's form of a tokenizer.
 
     `from_tokenizer` copies it first, so that the copy neither cuts nor pads texts. That takes a
     quarter of the time, and few tokenizers do either.
@@ -473,7 +473,7 @@ def _refused(
 
 
 def answer_grammar(constraint: Constraint) -> dict[str, Any]:
-    """A constraint as one of llguidance's grammars.
+    """Return a constraint as one of llguidance's grammars.
 
     Raises:
         InvalidParameter: it can't be one, or is too large.
@@ -517,7 +517,7 @@ def _answer_grammar(constraint: Constraint) -> dict[str, Any]:
 def fill_masks(
     executor: LLExecutor | None, matchers: Sequence[LLMatcher], words: int
 ) -> list[Mask]:
-    """The tokens that each matcher allows next; without an executor one after the other."""
+    """Return the tokens that each matcher allows next; without an executor one after the other."""
     masks = np.zeros((len(matchers), words), np.int32)
     if executor is None:
         for i, matcher in enumerate(matchers):

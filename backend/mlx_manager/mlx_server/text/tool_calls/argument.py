@@ -74,7 +74,7 @@ class ArgumentReader:
         self._break = "\n"
 
     def read(self) -> Reading[bool]:
-        """The arguments to the end of the call, and whether all calls end there.
+        """Read the arguments to the end of the call; return whether all calls end there.
 
         Nothing is closed where the output was cut off.
 
@@ -159,7 +159,7 @@ class ArgumentReader:
         return self._started and not self._source.cut
 
     def _read_whole(self) -> Steps:
-        """All arguments as one JSON object."""
+        """Read all arguments as one JSON object."""
         source = self._source
         source.take((yield from source.blanks()))
         if (yield from source.char()) != "{":
@@ -188,7 +188,8 @@ class ArgumentReader:
         return unquoted if key not in self._names and unquoted in self._names else key
 
     def _kinds(self, match: regex.Match[str], key: str) -> AbstractSet[Kind]:
-        """The types that an argument may have: what its schema says, else what its call says."""
+        """Return the types that an argument may have: what its schema says, else what its call
+        says."""
         kinds, groups = self._typed.member(key).kinds, match.groupdict()
         if groups.get("text") is not None:
             return TEXT if kinds & {"string", "any"} else kinds
@@ -252,7 +253,7 @@ class ArgumentReader:
         )
 
     def _end_here(self, value: _Value, key: str, first: bool) -> Reading[_End | None]:
-        """The end of a value that stands here, if one does."""
+        """Return the end of a value that stands here, if one does."""
         source, form = self._source, self._form
         place = yield from self._layout()
         if place is None:
@@ -283,8 +284,8 @@ class ArgumentReader:
         return _End(right - blank, blank + len(form.end))
 
     def _layout(self) -> Reading[int | None]:
-        """The length of line breaks and blanks before a `<` or the end of the output; None if there
-        is no such thing.
+        """Return the length of line breaks and blanks before a `<` or the end of the output; None
+        if there is no such thing.
 
         A value without its end has one line break after it, or two where it is on its own lines.
         """
@@ -412,7 +413,7 @@ class ArgumentReader:
         return None
 
     def _wrapped_end(self, end: str) -> Reading[_End | None]:
-        """The end of a value between texts that say that all of it is text."""
+        """Return the end of a value between texts that say that all of it is text."""
         source, form = self._source, self._form
         if (yield from source.says(end)):
             return _End(0, len(end))
@@ -429,8 +430,8 @@ class ArgumentReader:
 
 
 def _patterns(form: Parameters) -> tuple[regex.Pattern[str], ...]:
-    """Expressions for what follows a value, a call, a call with what follows its name, and the
-    end of one."""
+    """Return expressions for what follows a value, a call, a call with what follows its name, and
+    the end of one."""
     end = rf"(?P<end>{regex.escape(form.call_end)})|" if form.call_end else ""
     closing = rf"{end}(?P<close>{form.close})"
     whole = rf"{form.whole}(?P<object>)|" if form.whole else ""
@@ -443,7 +444,7 @@ def _patterns(form: Parameters) -> tuple[regex.Pattern[str], ...]:
 def resembling(
     source: Source, pattern: regex.Pattern[str], place: int, end: str, also: Sequence[str] = ()
 ) -> Reading[int]:
-    """The length of what stands there and was meant to be an end; 0 if nothing was.
+    """Return the length of what stands there and was meant to be an end; 0 if nothing was.
 
     Args:
         pattern: what it may look like; what group `ahead` matches follows it.

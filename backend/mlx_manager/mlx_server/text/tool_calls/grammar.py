@@ -79,7 +79,8 @@ _CLASSES = {
 
 
 def calls_grammar(shape: CallShape, tools: Sequence[Tool], split: Split, *, parallel: bool) -> str:
-    """Calls of `tools`, written as `shape` says, in Lark: one or, if `parallel`, one or more.
+    """Return a grammar in Lark for calls of `tools`, written as `shape` says: one or, if
+    `parallel`, one or more.
 
     Raises:
         InvalidParameter: a tool can't be called in this form; says why.
@@ -95,7 +96,7 @@ def calls_grammar(shape: CallShape, tools: Sequence[Tool], split: Split, *, para
 def free_calls_grammar(
     shape: CallShape, tools: Sequence[Tool], split: Split, openers: Sequence[str]
 ) -> str:
-    """Text of any kind, in which `openers` begin calls of `tools`.
+    """Return a grammar in Lark for text of any kind, in which `openers` begin calls of `tools`.
 
     Where calls need no marker, the brace of an object at the beginning is one.
 
@@ -169,7 +170,8 @@ def bare_calls(shape: CallShape, tools: Sequence[Tool]) -> str:
 
 
 def json_text(grammar: str, name: str) -> str:
-    """A JSON object with one member, a text that `grammar`, in Lark, derives."""
+    """Return the grammar of a JSON object with one member, a text that `grammar`, in Lark,
+    derives."""
     blank = f"/({BLANKS})?/"
     key = literal(json.dumps(name))
     return f'"{{" {blank} {key} {blank} ":" {blank} {_quoted(grammar)} {blank} "}}"'
@@ -180,12 +182,13 @@ def _quoted(grammar: str) -> str:
 
 
 def _nested(grammar: str) -> str:
-    """A grammar within a grammar, with rules of its own. It is known to be one by itself."""
+    """Return a grammar within a grammar, with rules of its own. It is known to be valid by
+    itself."""
     return f"%lark {{\n{grammar}\n}}"
 
 
 def json_of(schema: Any, lenient: bool = False) -> dict[str, Any]:
-    """`schema` with our blanks, unless it brings its own.
+    """Return `schema` with our blanks, unless it brings its own.
 
     lenient: what llguidance can't hold an answer to is left out, and named by its warnings.
     """
@@ -204,7 +207,7 @@ def literal(text: str) -> str:
 
 
 def _slashed(regex: str) -> str:
-    """A regular expression as it stands between slashes."""
+    """Return a regular expression as it stands between slashes."""
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", regex)
 
 
@@ -226,7 +229,7 @@ class _Writer:
     # -- Calls ---------------------------------------------------------------------------------
 
     def calls(self, tools: Sequence[Tool]) -> str:
-        """The rule for a call of any of `tools`."""
+        """Return the rule for a call of any of `tools`."""
         shape = self.shape
         self._names = [tool.name for tool in tools]
         self._called = [(tool.name, self._checked(tool)) for tool in tools]
@@ -235,7 +238,7 @@ class _Writer:
         return self._rule("call", " | ".join(found))
 
     def _checked(self, tool: Tool) -> str:
-        """The rule for a tool's arguments, if it can be called in this form."""
+        """Return the rule for a tool's arguments, if it can be called in this form."""
         param = tool.schema_param
         if not re.fullmatch(self.shape.name, tool.name):
             raise InvalidParameter(
@@ -313,7 +316,7 @@ class _Writer:
     # -- Arguments -----------------------------------------------------------------------------
 
     def _root(self, tool: Tool) -> dict[str, Any]:
-        """The schema of a tool's arguments, of which rules are written from now on."""
+        """Return the schema of a tool's arguments, of which rules are written from now on."""
         self._lenient = not tool.strict
         return parameters_schema(tool)
 
@@ -337,7 +340,7 @@ class _Writer:
                 return f'"{{" {self._members(root, root, quote)} "}}"'
 
     def _text_argument(self, grammar: str, name: str) -> str:
-        """The only argument of a tool, a text that `grammar` derives."""
+        """Return the grammar of a tool's only argument, a text that `grammar` derives."""
         match self.shape.arguments:
             case AsObject():
                 return self._rule("text", json_text(grammar, name))
@@ -362,7 +365,8 @@ class _Writer:
         return found
 
     def _listed(self, ways: Sequence[tuple[str, bool]], comma: str = ", ") -> str:
-        """Members in their order with commas between them; those that need not be may be absent."""
+        """Return the grammar of members in their order with commas between them; optional members
+        may be absent."""
         first, more = '""', '""'
         for member, needed in reversed(ways):
             absent_first, absent_more = ("", "") if needed else (f" | {first}", f" | {more}")
@@ -389,7 +393,7 @@ class _Writer:
         return self._rule("parameter", f"{begin} {middle} ({' | '.join(values)}) {tail}")
 
     def _heads(self, form: OneByOne, names: Iterable[str]) -> str:
-        """An expression for what stands before each argument, and before each call."""
+        """Return an expression for what stands before each argument, and before each call."""
         call = [piece for piece in self.shape.head if isinstance(piece, str)]
         ways = [(form.begin, list(names)), (call[-1].strip().rpartition("\n")[2], self._names)]
         found = []
@@ -400,7 +404,7 @@ class _Writer:
         return "|".join(found)
 
     def _written(self, form: OneByOne, branch: Branch, kinds: set[Kind]) -> str:
-        """Text as it is, and its end."""
+        """Return the grammar of text as it is, and of its end."""
         mark = self._text(form.text)
         text = text_of(branch)
         if not form.text and kinds - {"string", "any", "null"}:
@@ -540,7 +544,7 @@ class _Writer:
 
 
 def text_of(branch: Branch) -> str:
-    """The texts that a schema allows, as the expression of a terminal."""
+    """Return the texts that a schema allows, as the expression of a terminal."""
     schema = branch.schema
     if branch.kind == "any":
         return ANYTHING
@@ -560,7 +564,7 @@ def _of_ecma(pattern: str) -> str:
 
 
 def _anywhere(pattern: str) -> str:
-    """A pattern of JSON Schema, which may match anywhere, as one for the whole text."""
+    """Return a pattern of JSON Schema, which may match anywhere, as one for the whole text."""
     begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[begins : len(pattern) - ends]
     return ("" if begins else "(?s:.*)") + f"({inner})" + ("" if ends else "(?s:.*)")
@@ -584,7 +588,7 @@ def _references(schema: Any) -> list[str]:
 
 
 def _less(pieces: Sequence[Piece], opener: str) -> Sequence[Piece]:
-    """`pieces` after `opener`, with which they begin."""
+    """Return `pieces` after `opener`, with which they begin."""
     first, *rest = pieces
     assert isinstance(first, str)
     assert first.startswith(opener)

@@ -114,7 +114,7 @@ class JsonReader:
         return (yield from self._name_ahead(place)) > 0
 
     def read(self) -> Steps:
-        """The value, to its end.
+        """Read the value, to its end.
 
         What is open at the end of the output is closed, and so is what is open where something
         follows that can't be part of the value. Nothing is closed where the output was cut off.
@@ -177,7 +177,7 @@ class JsonReader:
             yield from self._value(frame.typed.element, "element")
 
     def _between(self) -> Reading[bool]:
-        """Blanks and commas; whether there is one."""
+        """Read blanks and commas; return whether there is a comma."""
         comma = False
         while (char := (yield from self._source.char())) and (char.isspace() or char == ","):
             self._source.take(1)
@@ -222,14 +222,14 @@ class JsonReader:
             self._put(_CLOSER[self._frames.pop().bracket])
 
     def _end_of_all(self) -> None:
-        """The output has ended, here; one that was cut off is not made up for."""
+        """Raise `_CutError` at the end of output that was cut off, which is not completed."""
         if self._source.cut:
             raise _CutError
 
     # -- Names ---------------------------------------------------------------------------------
 
     def _named(self, frame: _Frame, quote: str, length: int) -> Reading[Typed]:
-        """A member's name and its colon; the type of its value."""
+        """Read a member's name and its colon; return the type of its value."""
         if quote:
             parts: list[str] = []
 
@@ -253,7 +253,7 @@ class JsonReader:
         return frame.typed.member(name) if self._quotes else _ANY
 
     def _name_ahead(self, ahead: int = 0) -> Reading[int]:
-        """The length of the name that stands there with a colon after it; 0 if none does."""
+        """Return the length of the name that stands there with a colon after it; 0 if none does."""
         source = self._source
         char = yield from source.char(ahead)
         quote = char if char in ('"', "'") else (yield from self._quote(ahead))
@@ -394,14 +394,14 @@ class JsonReader:
     # -- Texts ---------------------------------------------------------------------------------
 
     def _quote(self, ahead: int = 0) -> Reading[str]:
-        """The quote of this notation's own that stands there."""
+        """Return the quote of this notation's own that stands there."""
         for quote in self._quotes:
             if (yield from self._source.says(quote, ahead)):
                 return quote
         return ""
 
     def _text(self, place: Place, put: Write) -> Steps:
-        """A text in quotes of some kind, as JSON."""
+        """Read a text in quotes of some kind, as JSON."""
         if quote := (yield from self._quote()):
             self._source.take(len(quote))
             put('"')
@@ -413,7 +413,7 @@ class JsonReader:
         put('"')
 
     def _escaped(self, quote: str, place: Place, put: Write) -> Steps:
-        """The rest of a text with escapes, and its quote."""
+        """Read the rest of a text with escapes, and its quote."""
         source, special = self._source, self._special | {quote}
         while True:
             if run := source.run(special):
@@ -437,7 +437,7 @@ class JsonReader:
                 put(quoted(source.take(length))[1:-1])
 
     def _escape(self) -> Reading[str]:
-        """An escape as in JSON, or what was meant by one that is none."""
+        """Read an escape; return it as in JSON, or the text meant by an invalid one."""
         source = self._source
         char = yield from source.char(1)
         if char == "":
@@ -463,7 +463,7 @@ class JsonReader:
         return "\ufffd"
 
     def _unit(self, ahead: int) -> Reading[int | None]:
-        r"""The code unit of an escape such as `\u00e9`."""
+        r"""Read the code unit of an escape such as `\u00e9`."""
         for place in range(ahead + 2, ahead + 6):
             char = yield from self._source.char(place)
             if char == "":
@@ -487,8 +487,8 @@ class JsonReader:
         return char == '"' if place == "element" else (yield from self._name_ahead(after)) > 0
 
     def _unquoted(self) -> Reading[int]:
-        """The length of blanks and brackets in a text, or of one other character; 0 if the text
-        ends before them without its quote, since the end of all follows."""
+        """Return the length of blanks and brackets in a text, or of one other character; 0 if the
+        text ends before them without its quote, since the end of all follows."""
         length = yield from self._blanks_and_brackets()
         if (yield from self._source.char(length)) == "":
             self._end_of_all()
@@ -497,7 +497,7 @@ class JsonReader:
         return 0 if (yield from self._ends_all(length)) else (length or 1)
 
     def _raw(self, quote: str, put: Write) -> Steps:
-        """The rest of a text without escapes, and its quote."""
+        """Read the rest of a text without escapes, and its quote."""
         source = self._source
         while True:
             if run := source.run(_SPECIAL_RAW):
@@ -524,8 +524,8 @@ class JsonReader:
             put(quoted(source.take(length or 1))[1:-1])
 
     def _wrong_quote(self) -> Reading[int | None]:
-        """The length of what may stand in the place of the quote that ends a text: another quote,
-        or nothing before what can follow; None if no such thing stands here."""
+        """Return the length of what may stand in the place of the quote that ends a text: another
+        quote, or nothing before what can follow; None if no such thing stands here."""
         source, length = self._source, 0
         while (char := (yield from source.char(length))) in _IN_QUOTES and char:
             length += 1
@@ -602,7 +602,7 @@ class JsonReader:
 
 
 def mended(text: str) -> str | None:
-    """JSON for a text that is one value; None if it is none."""
+    """Return JSON for a text that is one value; None if it is none."""
     source = Source(text)
     source.at = 0
     source.end(cut=False)
@@ -621,7 +621,7 @@ def run(steps: Generator[None, None, Any]) -> None:
 
 
 def as_json(text: str, kinds: AbstractSet[Kind]) -> str:
-    """JSON for an argument written as `text` whose parameter takes `kinds`.
+    """Return JSON for an argument written as `text` whose parameter takes `kinds`.
 
     What is neither JSON of a type that fits nor, where no text does, like JSON or a literal in
     Python, is text.
@@ -660,14 +660,15 @@ def _like_json(trimmed: str, kinds: AbstractSet[Kind], text: str) -> str:
 
 
 def _strict(text: str, otherwise: str = "") -> str:
-    """JSON for an object, a list or a text. `otherwise`: what anything else is, or JSON already."""
+    """Return JSON for an object, a list or a text. `otherwise`: the result for anything else;
+    "" if that is JSON already."""
     if text.startswith(("{", "[", '"')):
         return mended(text) or quoted(text)
     return otherwise or text
 
 
 def _of_kinds(value: Any, kinds: AbstractSet[Kind]) -> str | None:
-    """JSON for a number with a point or an exponent where only whole ones are taken."""
+    """Return JSON for a number with a point or an exponent where only whole numbers are taken."""
     whole = isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT
     return str(int(value)) if whole and "integer" in kinds and "number" not in kinds else None
 
@@ -681,7 +682,7 @@ def _is_of(text: str, kinds: AbstractSet[Kind]) -> bool:
 
 
 def bare(word: str, kinds: AbstractSet[Kind]) -> str:
-    """JSON for a word without quotes."""
+    """Return JSON for a word without quotes."""
     if kinds == TEXT:
         return quoted(word)
     number = _NUMBER.fullmatch(word)
@@ -693,12 +694,12 @@ def bare(word: str, kinds: AbstractSet[Kind]) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as JSON."""
+    """Return a text as JSON."""
     return json.dumps(encodable(text), ensure_ascii=False)
 
 
 def _plain(blanks: str) -> str:
-    """Blanks as JSON has them."""
+    """Return blanks as JSON has them."""
     return "".join(char if char in _BLANKS else " " for char in blanks)
 
 

@@ -29,8 +29,8 @@ _LITERAL_ERRORS = (ValueError, SyntaxError, TypeError, MemoryError, RecursionErr
 
 
 def python_calls(text: str, offered: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """(name, JSON arguments) of the calls that a text consists of, with brackets around them or
-    without; brackets that are missing at its end are not missed.
+    """Return (name, JSON arguments) of the calls that a text consists of, with brackets around them
+    or without; brackets that are missing at its end are not missed.
 
     Raises:
         ValueError: it is something else, an argument has no name, or a function is not offered.
@@ -53,7 +53,8 @@ def python_calls(text: str, offered: Mapping[str, Mapping[str, Any]]) -> list[tu
 
 
 def _arguments(text: str, place: int, parameters: Mapping[str, Any]) -> tuple[str, int]:
-    """The arguments from behind the opening bracket on, and the place behind the closing one."""
+    """Return the arguments from behind the opening bracket on, and the place behind the closing
+    one."""
     typed = typed_parameters(parameters)
     found: list[str] = []
     while place < len(text) and text[place] not in ")]":
@@ -96,7 +97,7 @@ def _end_of_text(text: str, place: int, quote: str) -> int:
 
 
 def _value(text: str, kinds: AbstractSet[Kind]) -> str:
-    """JSON for a value.
+    """Return JSON for a value.
 
     Raises:
         ValueError: it is none.
@@ -126,12 +127,12 @@ def _of_value(value: Any, text: str, kinds: AbstractSet[Kind]) -> str:
 
 
 def _without_escapes(text: str) -> Any:
-    """A literal whose line feeds the model forgot to escape."""
+    """Return a literal whose line feeds the model forgot to escape."""
     return _literal(text.replace("\r", "\\r").replace("\n", "\\n"))
 
 
 def _without_quote(text: str) -> Any:
-    """A text whose closing quote is missing, at the end of all."""
+    """Return a text whose closing quote is missing, at the end of all."""
     quote = next((quote for quote in _QUOTES if text.startswith(quote)), "")
     return _without_escapes(text.rstrip(")] \r\n") + quote)
 
@@ -146,7 +147,8 @@ class _WithLiterals(ast.NodeTransformer):
 
 
 def _finite(value: Any) -> Any:
-    """`value` with the largest number there is in place of those that JSON has but floats don't."""
+    """Return `value` with the largest number there is in place of those that JSON has but floats
+    don't."""
     match value:
         case float() if math.isinf(value):
             return math.copysign(sys.float_info.max, value)

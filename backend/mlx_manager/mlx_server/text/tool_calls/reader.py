@@ -55,7 +55,7 @@ class CallLog:
 
     @property
     def full(self) -> bool:
-        """The only call allowed has been made."""
+        """Return whether the only call allowed has been made."""
         return self.finished > 0 and not self._parallel
 
     def start(self, name: str, call_id: str | None) -> ToolCallStarted:
@@ -120,7 +120,8 @@ class CallReader:
         return self._advance()
 
     def finish(self, cut: bool) -> Progress:
-        """The end of the output; `cut` if it was cut off rather than ended by the model."""
+        """Read the end of the output. `cut`: the output was cut off rather than ended by the
+        model."""
         self._source.end(cut)
         return self._advance()
 
@@ -163,7 +164,7 @@ class CallReader:
     # -- The grammar ---------------------------------------------------------------------------
 
     def _section(self) -> Steps:
-        """Calls until their end."""
+        """Read calls until their end."""
         while True:
             match = yield from self._item()
             groups = match.groupdict()
@@ -180,7 +181,7 @@ class CallReader:
             self._tail = True
 
     def _call(self, groups: dict[str, str | None]) -> Reading[bool]:
-        """A call from its item on; whether all calls end with it."""
+        """Read a call from its item on; return whether all calls end with it."""
         form = self._form
         if form.block and groups.get("block") is not None:
             yield from self._read_block(form.block, groups["block"] or "")
@@ -202,7 +203,7 @@ class CallReader:
         return False
 
     def _called(self, groups: dict[str, str | None]) -> tuple[str, str | None]:
-        """The name and the id that an item gives a call.
+        """Return the name and the id that an item gives a call.
 
         Raises:
             NotACallError: no such function is offered.
@@ -245,8 +246,8 @@ class CallReader:
         raise NotACallError
 
     def _after_calls(self) -> Reading[int]:
-        """The length of separators and brackets after a call. Its own end is dropped, and so is the
-        beginning of an end where the output ends."""
+        """Return the length of separators and brackets after a call. The call's own end is
+        dropped, and so is the beginning of an end where the output ends."""
         source, length = self._source, 0
         markup = [text for text in (self._form.end, "```") if text and text in self._markup]
         while char := (yield from source.char(length)):
@@ -276,8 +277,8 @@ class CallReader:
         return place + length if length else 0
 
     def _object(self) -> Steps:
-        """`{"name": ..., "arguments": {...}}` after its brace, the keys in any order, or all of it
-        as another object's `function`. Models forget the last brace."""
+        """Read `{"name": ..., "arguments": {...}}` after its brace, the keys in any order, or all
+        of it as another object's `function`. Models forget the last brace."""
         source, fields, streamed = self._source, dict[str, str](), False
         while True:
             source.take((yield from source.blanks()))
@@ -327,7 +328,7 @@ class CallReader:
         return key
 
     def _string(self) -> Reading[str]:
-        """A string literal."""
+        """Read a string literal."""
         source = self._source
         if (yield from source.char()) != '"':
             raise NotACallError
@@ -341,7 +342,7 @@ class CallReader:
         return text + '"'
 
     def _field(self, name: bool) -> Reading[str]:
-        """Any value of an object, as JSON."""
+        """Read any value of an object, and return it as JSON."""
         if name:
             text = yield from self._string()
             self._offered_name(text)
@@ -357,7 +358,7 @@ class CallReader:
         return "".join(parts)
 
     def _stream(self, name: str, call_id: str | None) -> Steps:
-        """The arguments whose brace has just been read, announced once they look like JSON."""
+        """Read the arguments whose brace has just been read, announced once they look like JSON."""
         source = self._source
         if name not in self._offered:
             raise NotACallError
@@ -374,7 +375,7 @@ class CallReader:
         yield from self._pass_on(JsonReader(source, self._write, ends=ends, again=again))
 
     def _stream_braces(self, name: str) -> Steps:
-        """The arguments whose brace comes next, in a notation with quotes of its own."""
+        """Read the arguments whose brace comes next, in a notation with quotes of its own."""
         source, form = self._source, self._form
         typed = typed_parameters(self._offered[name])
         reader = JsonReader(
@@ -391,7 +392,7 @@ class CallReader:
         yield from self._pass_on(reader)
 
     def _pass_on(self, reader: JsonReader) -> Steps:
-        """A call's arguments, as they are written."""
+        """Read a call's arguments, as they are written."""
         self._source.decide()
         yield from reader.read()
         if reader.complete:
@@ -427,7 +428,7 @@ class CallReader:
     # -- Arguments that are written one by one -------------------------------------------------
 
     def _read_parameters(self, form: Parameters, name: str) -> Reading[bool]:
-        """A call's arguments after its name; whether this was the end of all calls."""
+        """Read a call's arguments after its name; return whether this was the end of all calls."""
         if name not in self._offered:
             raise NotACallError
         typed = typed_parameters(self._offered[name])
@@ -538,7 +539,7 @@ class _BlockEnding:
 
 
 def _loads_string(literal: str) -> str:
-    """The text of a JSON string literal, which may hold raw control characters."""
+    """Return the text of a JSON string literal, which may hold raw control characters."""
     try:
         text = json.loads(literal, strict=False)
     except ValueError as error:
@@ -549,14 +550,14 @@ def _loads_string(literal: str) -> str:
 
 
 def _without_beginning(text: str, end: str) -> str:
-    """`text` without the beginning of an end at its own."""
+    """Return `text` without the beginning of an end at its own."""
     lengths = (length for length in range(len(end), 0, -1) if text.endswith(end[:length]))
     return text[: len(text) - next(lengths, 0)]
 
 
 def called_by_id(call_id: str, offered: Collection[str]) -> tuple[str, str | None]:
-    """The function that an id such as `functions.note:1` names, and the id as it should be; no
-    function if none that is offered has such a name, and no id if it would not tell calls apart.
+    """Return the function that an id such as `functions.note:1` names, and the id as it should be;
+    no function if none that is offered has such a name, and no id if it would not tell calls apart.
 
     Clients and proxies rewrite ids, and models repeat what they find: `functions_note_1`,
     `functionsnote1`, `functions.note`, `note`.
@@ -576,7 +577,7 @@ def called_by_id(call_id: str, offered: Collection[str]) -> tuple[str, str | Non
 
 
 def _numbers(text: str) -> range:
-    """The places where a number at the end of a text may begin, the last first."""
+    """Return the places where a number at the end of a text may begin, the last first."""
     return range(len(text), len(text.rstrip(string.digits)) - 1, -1)
 
 

@@ -145,7 +145,7 @@ class Branch:
 
 
 def parameters_schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, an object in any case.
+    """Return the schema of a tool's arguments, an object in any case.
 
     What a model may write is narrowed where the schema leaves it open: no parameters that it does
     not name, and no integers of endless length.
@@ -171,7 +171,7 @@ def parameters_schema(tool: Tool) -> dict[str, Any]:
 
 
 def _object(schema: dict[str, Any]) -> dict[str, Any]:
-    """`schema`, of objects alone; unsatisfiable if it allows none."""
+    """Return `schema`, of objects alone; unsatisfiable if it allows none."""
     match schema.get("type", "object"):
         case "object":
             return {"type": "object", **schema}
@@ -200,7 +200,7 @@ def check(root: Any) -> frozenset[str]:
 
 
 def _check(schema: Any, references: set[str]) -> None:
-    """references: where those in `schema` are added."""
+    """Check the keywords of `schema`, and add its references to `references`."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
@@ -259,7 +259,7 @@ def _within(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str
 
 
 def without_unknown_formats(schema: Any) -> Any:
-    """JSON Schema 2020-12, 7.2.3: a format that is not known is an annotation."""
+    """Return `schema` less unknown formats, which are annotations (JSON Schema 2020-12, 7.2.3)."""
     if not isinstance(schema, Mapping):
         return schema
     found = _within(schema, without_unknown_formats)
@@ -313,7 +313,7 @@ class Easing:
 
 
 def unknown_formats(schema: Any) -> list[str]:
-    """The formats in it that `without_unknown_formats` takes out, each once."""
+    """Return the formats in `schema` that `without_unknown_formats` takes out, each once."""
     found: dict[str, None] = {}
 
     def look(inner: Any) -> None:
@@ -328,8 +328,8 @@ def unknown_formats(schema: Any) -> list[str]:
 
 
 def moved(schema: Any, place: str) -> Any:
-    """`schema` as it is at `place` in another, a JSON pointer: what refers to its root, refers to
-    that."""
+    """Return `schema` as it is at `place` in another, a JSON pointer: references to its root
+    become references to that place."""
     if not isinstance(schema, Mapping):
         return schema
     found = _within(schema, partial(moved, place=place))
@@ -340,8 +340,8 @@ def moved(schema: Any, place: str) -> Any:
 
 
 def _with_json_types(schema: Any) -> Any:
-    """`schema` with the names of types in JSON Schema's, and OpenAPI's `nullable` as the type that
-    it is."""
+    """Return `schema` with the names of types in JSON Schema's, and OpenAPI's `nullable` as the
+    type that it is."""
     if not isinstance(schema, Mapping):
         return schema
     found = _within(schema, _with_json_types)
@@ -403,7 +403,7 @@ def _narrowed(
 
 
 def _bounded(integer: dict[str, Any]) -> dict[str, Any]:
-    """`integer` with `LARGEST_INTEGER`'s bounds where it has none, and they leave it any."""
+    """Return `integer` with `LARGEST_INTEGER`'s bounds where it has none, and they leave it any."""
     least = [integer[key] for key in ("minimum", "exclusiveMinimum") if key in integer]
     most = [integer[key] for key in ("maximum", "exclusiveMaximum") if key in integer]
     if not least and all(_is_number(bound) and bound > -LARGEST_INTEGER for bound in most):
@@ -442,7 +442,8 @@ def _shared(schema: Any, known: frozenset[str], found: dict[str, None], part: bo
 
 
 def _parts(root: Mapping[str, Any], known: frozenset[str]) -> frozenset[str]:
-    """All references to what is a part somewhere, also by way of another reference."""
+    """Return all references to schemas that are a part somewhere, also by way of another
+    reference."""
     found: dict[str, None] = {}
     _shared(root, known, found, False)
     seen: set[str] = set()
@@ -457,7 +458,8 @@ def _parts(root: Mapping[str, Any], known: frozenset[str]) -> frozenset[str]:
 def _names(
     schema: Any, root: Mapping[str, Any], depth: int, effort: Effort
 ) -> dict[str, None] | None:
-    """The properties that a schema and its parts name, in order; None if there may be others."""
+    """Return the properties that a schema and its parts name, in order; None if there may be
+    others."""
     if not isinstance(schema, Mapping):
         return {} if schema is True else None
     effort.spend()
@@ -484,7 +486,7 @@ def _names(
 
 
 def properties(root: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that a tool's schema names, and those that it only requires.
+    """Return the parameters that a tool's schema names, and those that it only requires.
 
     Raises:
         UnwritableError: it is no plain object of parameters.
@@ -502,7 +504,7 @@ def required(root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def branches(schema: Any, root: Mapping[str, Any]) -> Sequence[Branch]:
-    """`schema` as alternatives of one type each.
+    """Return `schema` as alternatives of one type each.
 
     Args:
         root: what its references are relative to.
@@ -555,14 +557,14 @@ def _values(values: Sequence[Any]) -> Iterator[Branch]:
 
 
 def kind_of(value: Any) -> Kind:
-    """The type of a value that JSON held."""
+    """Return the type of a value that JSON held."""
     if value is None:
         return "null"
     return next((kind for held, kind in _KINDS if isinstance(value, held)), "object")
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`schema` with what it refers to in its place.
+    """Return `schema` with the schemas that it refers to in place of references.
 
     Raises:
         UnwritableError: there is nothing there, or the reference leads in a circle.
@@ -599,7 +601,7 @@ def _at(root: Mapping[str, Any], reference: str) -> Any:
 
 
 def _joined(outer: Mapping[str, Any], inner: Any) -> Mapping[str, Any]:
-    """Two schemas that both hold; annotations don't count."""
+    """Return one schema for two that both hold; annotations don't count."""
     if not isinstance(inner, Mapping):
         return outer
     outer = {key: value for key, value in outer.items() if key not in _ANNOTATIONS}
@@ -629,12 +631,12 @@ class Typed:
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """The types, as far as they can be told; "any" alone where they can't."""
+        """Return the types, as far as they can be told; "any" alone where they can't."""
         return _kinds(self.schema, self.root, {}) or ANYTHING
 
     @property
     def names(self) -> Mapping[str, Typed]:
-        """The properties that an object's schema names, wherever it does."""
+        """Return the properties that an object's schema names, wherever it does."""
         named: dict[str, list[Any]] = {}
         for part in self._parts():
             for name, schema in part.get("properties", {}).items():
@@ -642,19 +644,19 @@ class Typed:
         return {name: self._of(found) for name, found in named.items()}
 
     def member(self, name: str) -> Typed:
-        """The schema of an object's property."""
+        """Return the schema of an object's property."""
         if name in (names := self.names):
             return names[name]
         return self._of([part.get("additionalProperties", {}) for part in self._parts()])
 
     @property
     def element(self) -> Typed:
-        """The schema of a list's elements."""
+        """Return the schema of a list's elements."""
         parts = [part for part in self._parts() if "prefixItems" not in part]
         return self._of([part.get("items", {}) for part in parts])
 
     def _parts(self) -> list[Mapping[str, Any]]:
-        """The schema, and all that it refers to or combines."""
+        """Return the schema, and all schemas that it refers to or combines."""
         found: list[Mapping[str, Any]] = []
         waiting, seen = [self.schema], set[str]()
         while waiting:
@@ -675,7 +677,7 @@ class Typed:
 
 
 def typed_parameters(parameters: Mapping[str, Any]) -> Typed:
-    """A tool's parameters; of any type if what it brings is no schema."""
+    """Return a tool's parameters; of any type if its schema is none."""
     try:
         check(parameters)
     except MalformedError:
@@ -685,7 +687,7 @@ def typed_parameters(parameters: Mapping[str, Any]) -> Typed:
 
 
 def kinds_by_name(parameters: Mapping[str, Any]) -> Mapping[str, frozenset[Kind]]:
-    """The types of the parameters that a tool's schema names, as far as they can be told."""
+    """Return the types of the parameters that a tool's schema names, as far as they can be told."""
     return {name: typed.kinds for name, typed in typed_parameters(parameters).names.items()}
 
 
@@ -695,7 +697,7 @@ _COMBINATIONS = ("anyOf", "oneOf", "allOf")
 def _kinds(
     schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[Kind]]
 ) -> frozenset[Kind]:
-    """The types that `schema` allows; none where it refers to nothing but itself.
+    """Return the types that `schema` allows; none where it refers to nothing but itself.
 
     known: the types of what has been referred to, none yet of what is being looked at.
     """
@@ -730,7 +732,8 @@ def _own_kinds(schema: Mapping[str, Any]) -> frozenset[Kind]:
 
 
 def _both(one: frozenset[Kind], other: frozenset[Kind]) -> frozenset[Kind]:
-    """The types that two schemas both allow; those of the first where they exclude each other."""
+    """Return the types that two schemas both allow; those of the first where they exclude each
+    other."""
     if not other or "any" in other:
         return one
     if not one or "any" in one:
