@@ -142,7 +142,7 @@ class Encoder(nn.Module):  # type: ignore[misc]
         lengths: mx.array,
         made: list[mx.array] | None = None,
     ) -> mx.array:
-        """(rows, dimensions or labels) in float32 of rows that are padded at their ends.
+        """Return (rows, dimensions or labels) in float32 for rows that are padded at their ends.
 
         ids, segments: int32 (rows, longest); a segment is 1 in the second text of a pair.
         lengths: int32 (rows,). made: gets each layer's result, not evaluated.
@@ -161,7 +161,7 @@ class Encoder(nn.Module):  # type: ignore[misc]
     def read(
         self, ids: mx.array, segments: mx.array, mask: mx.array
     ) -> tuple[mx.array, mx.array | None]:
-        """The last layer's output, and what BERT's own pooler makes of it."""
+        """Return the last layer's output, and what BERT's own pooler makes of it."""
         match self._name:
             case "bert":
                 weight = self.body.embeddings.LayerNorm.weight

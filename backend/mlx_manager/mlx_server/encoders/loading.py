@@ -237,7 +237,7 @@ def build(folder: ModelFolder, kind: Kind, sentence: Sentence, model_id: str) ->
 
 
 def check_padding(model: Encoder, model_id: str) -> None:
-    """MLX reads whatever memory an id beyond the embedding's rows leads to.
+    """Check the padding's id: MLX reads out of bounds at an id beyond the embedding's rows.
 
     Raises:
         ModelLoadFailed: short rows would be filled up with such an id.
@@ -250,10 +250,10 @@ def check_padding(model: Encoder, model_id: str) -> None:
 
 
 def check_wrapping(wrapping: Wrapping, model: Encoder, model_id: str) -> None:
-    """As `check_padding`, of what the tokenizer puts around texts.
+    """Check the tokens that the tokenizer puts around texts, as `check_padding` does.
 
     Raises:
-        ModelLoadFailed: a token or a segment that the model has not.
+        ModelLoadFailed: the model lacks such a token or segment.
     """
     highest = max(wrapping.special, default=0)
     if highest >= model.vocabulary:
@@ -269,7 +269,7 @@ def check_wrapping(wrapping: Wrapping, model: Encoder, model_id: str) -> None:
 
 
 def body_weights(found: Mapping[str, mx.array], model: Encoder) -> Iterator[tuple[str, mx.array]]:
-    """The architecture's own, by the names that mlx-embeddings gives them."""
+    """Yield the architecture's own weights, by the names that mlx-embeddings gives them."""
     plain: dict[str, mx.array] = {}
     for name, array in found.items():
         if name.startswith((*OTHER_HEADS, "classifier.", "head.")):
