@@ -84,8 +84,8 @@ def sliced(inputs: Sequence[Sized], enough: int) -> Iterator[tuple[int, Sequence
 
 def contents(encode: Encode, texts: Sequence[str], enough: int) -> list[Content]:
     """Return all tokens of each text, or more than `enough` of its first. The rest of a text does
-    not change its first tokens, except where a Unigram leaves a choice between two equal ways to
-    the end.
+    not change its first tokens, except for a choice between two ways to say the same, which a
+    Unigram leaves to the end.
 
     No count of characters tells that a text is too long: WordPiece makes a word of any length one
     token, and of blanks none.

@@ -69,7 +69,7 @@ class Tokenized:
     _tokenizer: Any
 
     def texts(self) -> list[str]:
-        """Each token's text, as the vocabulary has it."""
+        """Return each token's text, as the vocabulary has it."""
         found: list[str] = self._tokenizer.convert_ids_to_tokens(self.ids)
         return found
 
@@ -130,16 +130,16 @@ class EncoderBackend:
         return self._engine.stats()
 
     def drop_prefixes(self) -> None:
-        """None are kept."""
+        """Do nothing: no prefixes are kept."""
 
     def rows(self) -> list[RowStatus]:
-        """None: what it answers is no sequence."""
+        """Return no rows: an encoder's requests are no sequences."""
         return []
 
     # -- what it answers -----------------------------------------------------------------------
 
     async def embed(self, request: EmbeddingRequest, begun: Callable[[], None]) -> Encoded:
-        """A vector for each input; see `core.Encoder`.
+        """Return a vector for each input; see `core.Encoder`.
 
         Raises:
             InvalidParameter: `dimensions`, `truncate_prompt_tokens`, a prompt's name or a token id
@@ -157,7 +157,7 @@ class EncoderBackend:
         return Encoded(finished, sum(map(len, rows)))
 
     async def rank(self, request: RerankRequest, begun: Callable[[], None]) -> Encoded:
-        """A score for each document; see `core.Encoder`.
+        """Return a score for each document; see `core.Encoder`.
 
         Raises:
             InvalidParameter: `truncate_prompt_tokens` is more than the model takes.
@@ -173,7 +173,8 @@ class EncoderBackend:
         return Encoded(scores, sum(len(ids) for ids, _ in pairs))
 
     def tokenize(self, prompt: Prompt, special: bool = True) -> Tokenized:
-        """A text's tokens. `special`: between the special ones that the model wants.
+        """Return a text's tokens. `special`: put the special tokens around them that the model
+        wants.
 
         Raises:
             InvalidRequest: it is a conversation.
@@ -255,7 +256,7 @@ class EncoderBackend:
         return rows
 
     async def _pairs(self, request: RerankRequest) -> list[tuple[Ids, int | None]]:
-        """A slice at a time, as `_inputs`."""
+        """Tokenise query and documents a slice at a time, as `_inputs` does."""
         cut = request.truncate is not None
         most = self._most(request.truncate)
         query = await self._threads.run(partial(self._query, request.query, most, cut))
@@ -308,7 +309,7 @@ class EncoderBackend:
         return prompts.get(chosen or "", "")
 
     def _most(self, truncate: int | None) -> int:
-        """The most tokens of a row.
+        """Return the most tokens of a row.
 
         Raises:
             InvalidParameter: it is to be more than the model takes, or leaves no text.

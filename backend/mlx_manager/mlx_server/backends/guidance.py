@@ -49,7 +49,7 @@ class Guidance:
         output: OutputFormat,
         waiting: Waiting | None = None,
     ) -> tuple[OutputFormat, Guide | None]:
-        """The row's guide, None if anything goes, and what its output then looks like.
+        """Return the row's guide, None if anything goes, and what its output then looks like.
 
         waiting: who waits for it; it takes seconds.
 
@@ -116,7 +116,8 @@ class Guidance:
     def _called(
         self, conversation: Conversation, output: OutputFormat, waiting: Waiting
     ) -> Rules | None:
-        """The rules of an answer that is free but for its calls, if these are held to anything."""
+        """Return the rules of an answer that is free but for its calls, if these are held to
+        anything."""
         if conversation.tool_choice != "auto":
             return None
         strict = next((tool for tool in conversation.tools if tool.strict), None)
@@ -189,7 +190,7 @@ class Guidance:
             held[at] = replace(held[at], parameters=_ANY_ARGUMENTS)
 
     def _openers(self, output: OutputFormat) -> tuple[int, ...]:
-        """The tokens with which an answer may begin to think, where they are tokens."""
+        """Return the tokens with which an answer may begin to think, where they are tokens."""
         added = self._tokenizer.added_tokens_decoder.items()
         markers = {m for m, region in output.edges.get("content", ()) if region == "reasoning"}
         return tuple(token_id for token_id, token in added if token.content in markers)

@@ -82,7 +82,7 @@ class Prepared:
 
     @property
     def unheld(self) -> tuple[str, ...]:
-        """Names of what the answer is asked to be and is not held to."""
+        """Return the names of requirements that the answer is not held to."""
         rules = None if self.guide is None else self.guide.rules
         return () if rules is None else rules.unheld
 
@@ -96,7 +96,7 @@ class Tokenized:
     _texts: TokenTexts
 
     def texts(self) -> list[str]:
-        """Each token's text, U+FFFD where it is a part of a character."""
+        """Return each token's text, U+FFFD where it is a part of a character."""
         return [self._texts.piece(token).decode("utf-8", "replace") for token in self.ids]
 
 
@@ -243,7 +243,7 @@ class TextBackend:
         return self._echoed(request, prepared, sequence, events) if request.echo else events
 
     def tokenize(self, prompt: Prompt, special: bool = True) -> Tokenized:
-        """A prompt's tokens, even if they are too many for the model.
+        """Return a prompt's tokens, even if they are too many for the model.
 
         special: a text's begin with the model's BOS.
 
@@ -329,11 +329,11 @@ class TextBackend:
                 return Content(list(given)), PLAIN
 
     async def _prepared(self, request: GenerationRequest) -> Prepared:
-        """The prompt, checked, and the guide; what takes long enough to hold others up is done on
-        other threads.
+        """Return the checked prompt and the guide. Work that is long enough to hold others up is
+        done on other threads.
 
-        Whoever waits for those comes back when the event loop has been through all that had
-        arrived by then: of a burst, nobody's prompt would be begun before the last has been parsed.
+        A request that waits for those threads goes on when the event loop has been through all that
+        had arrived by then: of a burst, no prompt would be begun before the last has been parsed.
         """
         key = request.caller.key
         if _is_short(request):
@@ -428,7 +428,7 @@ class TextBackend:
         return [events[0], prompt, *events[1:]]
 
     def _nothing(self, request: GenerationRequest, prepared: Prepared) -> list[Event]:
-        """The answer to `max_tokens` 0: the prompt, if it is to be echoed."""
+        """Return the answer to `max_tokens` 0: the prompt, if it is to be echoed."""
         length = len(prepared.ids)
         echo = [TextDelta(self._prompt_text(request, prepared))] if request.echo else []
         ids = tuple(prepared.ids) if request.return_ids else ()
