@@ -95,7 +95,7 @@ class Host:
             await model.close()
 
     def _receive(self, message: object) -> None:
-        """On the channel's thread."""
+        """Pass a message to the event loop. Runs on the channel's thread."""
         self._loop.call_soon_threadsafe(self._take, message)
 
     def _closed(self) -> None:

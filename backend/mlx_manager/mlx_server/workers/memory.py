@@ -63,7 +63,7 @@ class GrantedMemory:
         return self._ledger.available() >= nbytes
 
     def begin(self, total: int) -> None:
-        """All models may take so many bytes."""
+        """Set the bytes that all models together may take."""
         self._ledger.total = self._device_limit = total
 
     def apply(self) -> None:
@@ -116,7 +116,7 @@ class GrantedMemory:
     # -- on any thread -------------------------------------------------------------------------
 
     def granted(self, message: Granted) -> None:
-        """An answer has come; `apply` is to be called on the MLX thread."""
+        """Accept an answer of the server; `apply` must then be called on the MLX thread."""
         self._answers.append(message)
         self._answered.set()
 

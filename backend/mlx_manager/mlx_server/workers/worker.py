@@ -182,12 +182,12 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """True if somebody waits for an answer."""
+        """Return whether somebody waits for an answer."""
         return bool(self._rows or self._asked)
 
     @property
     def silence(self) -> float:
-        """Seconds without a step while there is work, or without a sign of life."""
+        """Return the seconds without a step while there is work, or without a sign of life."""
         return max(monotonic() - self._heard, self._silence) if self.busy else 0.0
 
     @property
@@ -285,12 +285,12 @@ class Worker:
         )
 
     def _end(self) -> None:
-        """The connection has ended, and the process has, or does so now."""
+        """End the process, unless it has ended, after its connection has; fail all who wait."""
         self.process.kill()
         how = self.process.wait()
         with self._lock:
             self._ended = self._reason or how
-        # Who hears of it and asks again is to find none, or a new one.
+        # A caller that hears of the end and asks again must find no worker, or a new one.
         self._on_end(self, self._ended)
         if not self.hello.done():
             self.hello.set_exception(self.failure())
