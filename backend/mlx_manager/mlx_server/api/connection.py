@@ -17,6 +17,7 @@ from starlette.types import Receive
 
 from mlx_manager.mlx_server.api.codings import decoded
 from mlx_manager.mlx_server.api.errors import invalid
+from mlx_manager.mlx_server.api.paths import routed
 from mlx_manager.mlx_server.config import ApiLimits, EngineLimits
 from mlx_manager.mlx_server.errors import (
     InvalidParameter,
@@ -53,7 +54,17 @@ SLOWEST = 1024
 """Bytes a second that a client sends at least of a body, once its patience is over."""
 MOST_WRONG = 1000
 """Values that are looked up to name some: those of a large object take seconds."""
+FROM_A_PAGE = ("origin", "referer", "sec-fetch-site")
+"""Headers of a browser's requests."""
 Body = TypeVar("Body", bound=Wire)
+
+
+def is_from_ollamas_example(request: Request) -> bool:
+    """Return whether a request may be JSON that is not declared as such: Ollama's examples are
+    curl's, which declares a form. A browser always says which page a request is from."""
+    return routed(request.scope).startswith("/api/") and not any(
+        name in request.headers for name in FROM_A_PAGE
+    )
 
 
 async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
@@ -70,7 +81,7 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
         RequestNotReceived: nothing came for `limits.client_timeout` seconds, or too little.
     """
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if declared != "application/json":
+    if declared != "application/json" and not is_from_ollamas_example(request):
         raise InvalidRequest(
             f"Send the body with `Content-Type: application/json`, not {declared or 'without one'}."
         )

@@ -80,6 +80,16 @@ def test_a_stream_is_the_whole_answer_in_lines(client: httpx.Client, name: str):
     assert {line["model"] for line in lines} == {name}
 
 
+@pytest.mark.parametrize("page", [{}, {"origin": "https://elsewhere"}, {"referer": "http://x/"}])
+def test_ollamas_own_examples_declare_no_json_and_a_page_must(
+    client: httpx.Client, page: dict[str, str]
+):
+    headers = {"content-type": "application/x-www-form-urlencoded", **page}
+    body = json.dumps({"messages": says("Hello"), "stream": False, "options": {"num_predict": 1}})
+    answer = client.post("/api/chat", content=body, headers=headers)
+    assert answer.status_code == (400 if page else 200)
+
+
 def test_tools_are_called_and_their_results_are_read(client: httpx.Client):
     messages: list[dict[str, Any]] = list(says("What is 17 + 25?"))
     called = asked(client, "/api/chat", model=DEMO, messages=messages, tools=[ADD])["message"]
