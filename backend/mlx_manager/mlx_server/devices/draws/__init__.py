@@ -1,7 +1,8 @@
-"""Tokens drawn by one launch on a GPU: a block a row, whatever each row asks for.
+"""Sampling by one launch on a GPU: one block for each row, whatever its sampling parameters.
 
-What the operations of `sampling.py` do in 27 to 55 launches, without a sort. The kernel's text,
-draw.h, is the same for CUDA and Metal; draw.cu and draw.metal are what it needs of them.
+The operations of `sampling.py` take 27 to 55 launches for the same result; the kernel needs no
+sort. Its source, draw.h, is the same for CUDA and Metal; draw.cu and draw.metal hold the parts that
+depend on the platform.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ log = logging.getLogger(__name__)
 
 @cache
 def checked(dtype: mx.Dtype) -> DrawKernel | Unsupported:
-    """The kernel for logits of `dtype` on the default device, if it passes its check."""
+    """Return the kernel for logits of `dtype` on the default device, if it passes its check."""
     kernel = build(dtype)
     if isinstance(kernel, Unsupported):
         return kernel
     try:
         wrong = self_check(kernel, dtype)
     except RuntimeError as error:
-        # Of the compiler or the driver.
+        # The compiler or the driver failed.
         wrong = str(error)
     if wrong is None:
         return kernel

@@ -1,4 +1,4 @@
-"""The kernel against the definition of what is drawn: what it must pass to be used."""
+"""Check of the sampling kernel against the definition, which it must pass to be used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_manager.mlx_server.devices.draws.chances import halves, seed_of
 from mlx_manager.mlx_server.devices.draws.kernel import DrawKernel
 from mlx_manager.mlx_server.devices.draws.wish import Wish
 
-# Of the whole weight: sums of float32 weights may be off by so much.
+# Allowed error of a sum of float32 weights, relative to the whole weight.
 ROUNDING = 1e-5
 
 
@@ -33,7 +33,7 @@ class Problem:
         return halves(seeds), np.zeros(len(seeds), np.uint32)
 
     def mistake(self, tokens: NDArray[np.unsignedinteger]) -> str | None:
-        """What was drawn that can't have been, if anything."""
+        """Return an error for the first token that can't have been drawn; None if none."""
         vocabulary = self.logits.shape[1]
         for row, token in enumerate(tokens.tolist()):
             if token >= vocabulary or not self.allows(row, token):
@@ -42,7 +42,7 @@ class Problem:
         return None
 
     def allows(self, row: int, token: int) -> bool:
-        """Whether `token` is what `row` draws, or would if its sums were rounded otherwise."""
+        """Return whether `row` draws `token`, or would with other rounding of its sums."""
         logits, wishes = self.logits[row].astype(np.float64), self.wishes[row]
         if wishes[Wish.GREEDY]:
             return token == int(logits.argmax())
@@ -62,7 +62,7 @@ def _reach(
     distances: NDArray[np.float64], weights: NDArray[np.float64], wishes: NDArray[np.float32],
     off: float,
 ) -> float:  # fmt: skip
-    """The distance from the best of the last token that is kept, where sums are `off`."""
+    """Return the distance from the best token to the last token kept, with sums off by `off`."""
     order = np.argsort(distances, kind="stable")
     keep, mass = int(wishes[Wish.KEEP]) or len(order), float(wishes[Wish.MASS])
     first = order[:keep]
@@ -77,7 +77,7 @@ def _reach(
 def wish(
     heat: float = 1.0, greedy: bool = False, min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0
 ) -> tuple[float, ...]:
-    """A row of `wishes`."""
+    """Return a row of `wishes`."""
     return heat, greedy, math.log(min_p) if min_p else -math.inf, top_k, top_p
 
 
@@ -96,15 +96,15 @@ WISHES = (
     wish(heat=1e-3, top_p=0.95),
 )
 CHANCES = (0.0, 0.37, 0.81, 1 - 2.0**-23)
-# Vocabularies of whole pieces of 8, and not; shorter than a block's first turn, and longer. Each
-# with the chances of its rows.
+# Vocabulary sizes, each with the chances of its rows: multiples of 8 and others, shorter than the
+# first pass of a block and longer.
 SHAPES = ((40, CHANCES), (1003, CHANCES), (36_000, CHANCES[1:2]))
 
 
 def random_problem(
     vocabulary: int, dtype: mx.Dtype, chances: Sequence[float] = CHANCES, seed: int = 0
 ) -> Problem:
-    """Rows of every kind: spread, tied, flat, mostly excluded; values are exact in `dtype`."""
+    """Return rows of every kind: spread, tied, flat, mostly excluded; values exact in `dtype`."""
     rng = np.random.default_rng(seed)
     each = len(WISHES) * len(chances)
     spread = rng.normal(size=(each, vocabulary)) * rng.choice([0.5, 2.0, 8.0], size=(each, 1))
@@ -119,7 +119,7 @@ def random_problem(
 
 
 def self_check(kernel: DrawKernel, dtype: mx.Dtype) -> str | None:
-    """What is wrong with what `kernel` draws, if anything."""
+    """Return the first wrong result of `kernel`, as a message; None if all are right."""
     for vocabulary, chances in SHAPES:
         problem = random_problem(vocabulary, dtype, chances)
         given = mx.array(problem.logits).astype(dtype)

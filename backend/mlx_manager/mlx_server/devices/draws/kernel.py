@@ -24,8 +24,8 @@ from mlx_manager.mlx_server.devices.metal import types as metal
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Threads of a block, and copies of the bins that they count in, among which lanes are shared
-    out."""
+    """Launch parameters: threads of a block, and copies of the histogram bins among which the lanes
+    of a warp are divided."""
 
     threads: int
     copies: int
@@ -43,10 +43,11 @@ class Form:
 
 ON_CUDA = Form(1024, 4)
 ON_METAL = Form(256, 1)
-"""A block may have fewer than 1 024 threads there, depending on its registers, and 32 KB."""
+"""On Metal a block has 32 KB of memory, and may have fewer than 1 024 threads, depending on its
+registers."""
 
 MOST_TOKENS = (1 << 20) - 1
-"""Of a vocabulary: weights are summed in 32-bit integers, 12 bits of each at a time."""
+"""Largest vocabulary: weights are summed in 32-bit integers, 12 bits of each weight at a time."""
 
 INPUTS = ("logits", "wishes", "seeds", "drawn")
 OUTPUTS = ("tokens", "following")
@@ -56,8 +57,7 @@ _CUDA_TYPES: dict[Any, str] = {**cuda.TYPES, mx.float32: "float"}
 
 
 def build(dtype: mx.Dtype) -> DrawKernel | Unsupported:
-    """The kernel for logits of `dtype` on the default device. Nothing is compiled before its first
-    use."""
+    """Return the kernel for logits of `dtype` on the default device; its first use compiles it."""
     if mx.default_device().type != mx.gpu:
         return Unsupported("the default device is no GPU")
     if mx.metal.is_available():
@@ -70,9 +70,9 @@ def build(dtype: mx.Dtype) -> DrawKernel | Unsupported:
 
 
 class DrawKernel:
-    """Draws every row's token in one launch, of a block of `threads` a row.
+    """Sampling of every row's token in one launch, with a block of `threads` for each row.
 
-    best: finds every row's best token, where MLX takes longer.
+    best: kernel that finds every row's most likely token; None where MLX's argmax is as fast.
     """
 
     def __init__(self, kernel: Kernel, threads: int, best: Kernel | None = None) -> None:
@@ -81,8 +81,10 @@ class DrawKernel:
         self._threads = threads
 
     def best(self, logits: mx.array) -> mx.array:
-        """Of each row of `logits`, (rows, vocabulary), the most likely token, the first of equals:
-        (rows,) uint32."""
+        """Return each row's most likely token, the first of equals: (rows,) uint32.
+
+        logits: (rows, vocabulary).
+        """
         if self._best is None:
             return mx.argmax(logits, axis=-1)
         rows = logits.shape[0]
@@ -98,15 +100,17 @@ class DrawKernel:
     def draw(
         self, logits: mx.array, wishes: mx.array, seeds: mx.array, drawn: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """
+        """Draw one token for each row.
+
         Args:
             logits: (rows, vocabulary), of `MOST_TOKENS` at most. Minus infinity excludes a token.
-            wishes: (rows that draw, len(Wish)) float32: the others are padding.
-            seeds: (rows that draw, 2) uint32, the lower half first. They and `drawn`, (rows that
-                draw,) uint32, decide what is drawn: see `chances`.
+            wishes: (rows that draw, len(Wish)) float32; later rows of `logits` are padding.
+            seeds: (rows that draw, 2) uint32, the lower half first.
+            drawn: (rows that draw,) uint32, tokens that each row has drawn before. Seeds and
+                `drawn` decide the token: see `chances`.
 
         Returns:
-            (rows,) uint32 tokens, and what `drawn` is the next time.
+            (rows,) uint32 tokens, and `drawn` for the next call.
         """
         rows = logits.shape[0]
         tokens, following = self._kernel(
@@ -125,7 +129,10 @@ def cuda_source(dtype: mx.Dtype, form: Form = ON_CUDA) -> KernelSource:
 
 
 def best_source(dtype: mx.Dtype, form: Form = ON_CUDA) -> KernelSource:
-    """What finds the best token alone, some 7 instead of 21 us for 128 000 tokens (H200)."""
+    """Return the source of the kernel that finds the most likely token only.
+
+    It takes some 7 us instead of MLX's 21 us for 128 000 tokens (H200).
+    """
     form = replace(form, copies=1)
     body = (
         f"const kernels::Row<{_CUDA_TYPES[dtype]}, {form.threads // 32}> row = {{logits + "

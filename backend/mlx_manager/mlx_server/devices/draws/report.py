@@ -1,4 +1,4 @@
-"""How tokens are drawn on this device, tried out."""
+"""Report on the sampling kernel of this device, for `mlx-manager doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row asks of sampling, in numbers."""
+"""Sampling parameters of a row, as numbers."""
 
 from __future__ import annotations
 
