@@ -66,12 +66,12 @@ BuildChunks = Callable[[AttentionShape], ChunkKernels | Unsupported]
 
 HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 """Head sizes that every device's kernels serve."""
-# Of a block on Apple GPUs.
+# Most threads of a block on Apple GPUs.
 MOST_THREADS = 1024
 
 
 def build(shape: AttentionShape) -> PagedKernels | Unsupported:
-    """The kernels for `shape` on the default device. Nothing is compiled before the first use."""
+    """Return the kernels for `shape` on the default device; their first use compiles them."""
     on_metal = mx.metal.is_available()
     served = metal.HEAD_DIMS if on_metal else HEAD_DIMS
     if shape.head_dim not in served:
@@ -84,7 +84,7 @@ def build(shape: AttentionShape) -> PagedKernels | Unsupported:
 
 
 def build_writer(of: Pools) -> Writer | Unsupported:
-    """What writes into pages that no kernel reads, on the default device."""
+    """Return the writer for pages that no attention kernel reads, on the default device."""
     if mx.default_device().type != mx.gpu:
         return Unsupported("the default device is no GPU")
     if mx.metal.is_available():
@@ -98,8 +98,10 @@ def build_writer(of: Pools) -> Writer | Unsupported:
 
 
 def build_chunks(shape: AttentionShape) -> ChunkKernels | Unsupported:
-    """What attends the queries of prompts' chunks, built and checked on the default device; where
-    there is none, MLX's own attention does."""
+    """Build and check the attention kernels for prompts' chunks on the default device.
+
+    If they are `Unsupported`, MLX's own attention is used.
+    """
     match chunk_kernels(shape):
         case Unsupported() as unsupported:
             return unsupported
@@ -108,10 +110,10 @@ def build_chunks(shape: AttentionShape) -> ChunkKernels | Unsupported:
 
 
 def first_right(choices: Iterable[ChunkKernels]) -> ChunkKernels | Unsupported:
-    """The first that passes its check."""
+    """Return the first of `choices` that passes its check."""
     wrong = "there is no kernel"
     for kernels in choices:
-        # Blocks of all heads do the same, and the reference takes a while.
+        # Two heads are enough: blocks of all heads do the same, and the reference is slow.
         found = check_chunks(kernels.of_heads(2))
         if found is None:
             return kernels
@@ -121,8 +123,10 @@ def first_right(choices: Iterable[ChunkKernels]) -> ChunkKernels | Unsupported:
 
 
 def build_latents(shape: LatentShape, *, traditional: bool) -> LatentKernels | Unsupported:
-    """What attends to latent vectors, built and checked on the default device. traditional: what a
-    rotation's pairs are; see `Rotary`."""
+    """Build and check the kernels for attention to latent vectors on the default device.
+
+    traditional: whether the pairs of a rotation are neighbours; see `Rotary`.
+    """
     kernels = latent.build(shape)
     if isinstance(kernels, Unsupported):
         return kernels
@@ -138,12 +142,12 @@ def build_latents(shape: LatentShape, *, traditional: bool) -> LatentKernels | U
 
 
 def build_expansion(shape: LatentShape, *, traditional: bool) -> Expansion | Unsupported:
-    """What expands latent vectors for prompts, built and checked; see `build_latents`."""
+    """Build and check the expansion of latent vectors for prompts; see `build_latents`."""
     kernels = build_chunks(shape.expanded)
     if isinstance(kernels, Unsupported):
         return kernels
     turn = TurningKernels(shape, kernels.shape.head_dim)
-    # As of all heads, and the reference takes a while.
+    # Two heads are enough for the check: all heads do the same, and the reference is slow.
     few = Expansion(replace(shape, q_heads=2), kernels.of_heads(2), turn)
     wrong = check_expansion(few, traditional=traditional)
     return Expansion(shape, kernels, turn) if wrong is None else Unsupported(wrong)
@@ -153,7 +157,7 @@ class KernelSet:
     """The kernels of one model: layers of the same shape share them.
 
     Attributes:
-        order: of their launches, those of all layers.
+        order: order of the kernels' launches, in all layers.
     """
 
     def __init__(
@@ -181,15 +185,19 @@ class KernelSet:
         return self._writers[of]
 
     def chunks(self, shape: AttentionShape) -> ChunkKernels | Unsupported:
-        """Return what is built and checked the first time. Every layer of a step asks."""
+        """Return the kernels for chunks of prompts, built and checked on the first call only.
+
+        Every layer of a step calls this.
+        """
         if shape not in self._chunks:
             self._chunks[shape] = self._build_chunks(shape)
         return self._chunks[shape]
 
     def __getitem__(self, shape: AttentionShape) -> PagedKernels:
-        """
+        """Return the kernels for `shape`.
+
         Raises:
-            RuntimeError: there are none for this shape; says why.
+            RuntimeError: there are none for this shape; the message says why.
         """
         match self.find(shape):
             case Unsupported(reason):

@@ -19,7 +19,7 @@ from mlx_manager.mlx_server.devices.cuda.attention.chunks import ChunkKernels
 CHUNKS = ((37, 37), (100, 300), (1, 600), (17, 2600))
 Floats = npt.NDArray[np.float32]
 Write = Callable[..., mx.array]
-"""As `PagedKernels.write`."""
+"""Type of `PagedKernels.write`."""
 
 # Lengths around the borders of tiles and pages, one that is split, and a padding row.
 LENGTHS = (1, 15, 16, 17, 0, 33, 250, 700, 2600)
@@ -29,7 +29,7 @@ TOLERANCE = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a model's attention asks for beyond the plain softmax."""
+    """Features of a model's attention beyond the plain softmax."""
 
     window: int | None = None
     softcap: float | None = None
@@ -345,7 +345,7 @@ def _check_fused(kernels: PagedKernels, features: Features, rotary: Rotary) -> s
 
 
 def _how(kernels: PagedKernels, problem: Problem, features: Features) -> dict[str, Any]:
-    """What attention over pages is told by name."""
+    """Return the keyword arguments of `attend` and `attend_fused`."""
     return {
         "scale": problem.scale,
         "splits": kernels.plan(problem.lengths, window=features.window),
@@ -380,13 +380,13 @@ def _prepared(
 
 
 def as_written(found: Floats, expected: Floats) -> bool:
-    """Whether pools hold what they should, and nothing where they hold nothing."""
+    """Return whether pools hold the expected numbers, and NaN exactly where NaN is expected."""
     close = np.isclose(found, expected, rtol=2e-2, atol=2e-2, equal_nan=True)
     return bool(close.all())
 
 
 def check_writer(write: Write, pools: Pools, page_size: int) -> str | None:
-    """None when `write` puts keys and values into pages on this device; else what is wrong."""
+    """Return None if `write` puts keys and values into pages on this device, else the error."""
     rng = np.random.default_rng(1)
     rows, slots = 3, 2 * page_size
     dims = pools.key_dim, pools.value_dim
@@ -410,7 +410,7 @@ def check_writer(write: Write, pools: Pools, page_size: int) -> str | None:
 
 
 def exact(values: npt.NDArray[Any], dtype: mx.Dtype) -> Floats:
-    """Rounded to `dtype`: to the nearest, ties to even."""
+    """Return `values` rounded to `dtype`: to the nearest, ties to even."""
     wide = values.astype(np.float32)
     if dtype == mx.float16:
         return wide.astype(np.float16).astype(np.float32)

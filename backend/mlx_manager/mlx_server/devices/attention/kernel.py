@@ -1,8 +1,8 @@
-"""What every implementation of paged decode attention shares: its shape, its face.
+"""Shape and interface that every implementation of paged decode attention shares.
 
-The pools are written in place: MLX hands a kernel its inputs as constant, the kernel casts that
-away, and the write returns a dummy array that the attention takes as an input, which is what
-orders the two. That is what keeps a step from copying the pools.
+The pools are written in place, so that a step does not copy them: MLX hands a kernel its inputs as
+constant, and the kernel casts that away. The write returns a dummy array, which the attention takes
+as an input; this dependency orders the two launches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Lengths = Sequence[int] | npt.NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a kernel is compiled for. `page_size` is a multiple of 16 tokens."""
+    """Sizes that a kernel is compiled for. `page_size` is a multiple of 16 tokens."""
 
     q_heads: int
     kv_heads: int
@@ -43,13 +43,13 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """How a fused step finishes each head of q and k, before they meet.
+    """Norm and rotation that a fused step applies to each head of q and k before attention.
 
     The first `dims` elements are rotated: pairs are neighbours when `traditional`, else half of
     `dims` apart. `epsilon` is that of an RMS norm over the head before the rotation, None for no
-    norm. `gated`: a gate lies behind each head of q, which is none of attention's business.
-    `values`: heads of v are normed, too, without weights. `alone`: there are heads of q alone,
-    whose keys and values are another layer's; `attend_fused` has no such steps.
+    norm. `gated`: a gate follows each head of q; attention skips it. `values`: heads of v are
+    normed, too, without weights. `alone`: there are heads of q only, and the keys and values are
+    another layer's; `attend_fused` does not support this.
     """
 
     dims: int
@@ -64,7 +64,8 @@ class Rotary:
 class Variant:
     """Constants of one attention kernel beside its shape: one compilation for each.
 
-    `divided`: some context is split. `rotary`: of a fused step, None for a plain one.
+    `divided`: some context is split. `rotary`: norm and rotation of a fused step, None for a plain
+    step.
     """
 
     scale: float
@@ -113,16 +114,17 @@ class PagedKernels(Protocol):
         *,
         rotary: Rotary,
     ) -> mx.array:
-        """What lies between the q/k/v projections and attention, in one launch, for any tokens.
+        """Normalise and rotate the heads of any tokens and write their KV pages, in one launch.
 
-        Normalises and rotates as `attend_fused` does and takes `qkv`, `rotations` and `head_norms`
-        as it does, a row for each token. Keys and values are written in place into the pools
-        `keys` and `values`, which must be evaluated, at `slots`, (tokens,) int32, all different;
-        a negative slot is skipped. There is at least one token, and `rotary.dims` is a multiple of
-        16 unless it is `traditional`.
+        This is all work between the q/k/v projections and attention. Norm and rotation are those of
+        `attend_fused`, and so are `qkv`, `rotations` and `head_norms`, with a row for each token.
+        Keys and values are written in place into the pools `keys` and `values`, which must be
+        evaluated, at `slots`, (tokens,) int32, all different; a negative slot is skipped. There is
+        at least one token, and `rotary.dims` is a multiple of 16 unless it is `traditional`.
 
-        Returns the queries, (tokens, q_heads, 1, head_dim), of every token. What reads the pages
-        with them comes after the write, since launches are ordered by the arrays they share.
+        Returns the queries, (tokens, q_heads, 1, head_dim), of every token. A launch that takes
+        these queries reads the pages after the write, since launches are ordered by the arrays they
+        share.
         """
 
     def attend(  # noqa: PLR0917
@@ -140,7 +142,7 @@ class PagedKernels(Protocol):
         softcap: float | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attention of `q`, (queries, q_heads, 1, head_dim), each over its row of pages.
+        """Attend `q`, (queries, q_heads, 1, head_dim), each query over its row of pages.
 
         `table` is (rows, max_pages) int32 and `lengths` (queries,) int32, tokens visible
         including the query's own; length 0 gives zeros. `window` as `splits` was planned with.
@@ -165,7 +167,7 @@ class PagedKernels(Protocol):
         softcap: float | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """What lies between the q/k/v projections and the output projection, in one launch.
+        """Do all work between the q/k/v projections and the output projection, in one launch.
 
         `qkv` is (rows, (q_heads + 2 * kv_heads) * head_dim): the heads of q, then k, then v, and
         behind each head of q a gate, which is skipped, if `rotary` is `gated`. They are normalised

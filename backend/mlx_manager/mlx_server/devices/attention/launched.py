@@ -1,4 +1,4 @@
-"""Paged decode attention by launches of compiled kernels: what is the same on every device."""
+"""Paged decode attention by launches of compiled kernels: the part common to all devices."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mlx_manager.mlx_server.devices.attention.splits import Splits
 from mlx_manager.mlx_server.devices.attention.writer import Writer
 from mlx_manager.mlx_server.devices.kernel import Kernel
 
-# Of a block that normalises, rotates and writes.
+# Threads of a block that normalises, rotates and writes.
 THREADS = 128
 
 
 class LaunchedKernels(ABC):
-    """The launches; see `PagedKernels`."""
+    """Launches of the kernels; see `PagedKernels`."""
 
     _merges: ClassVar[bool]
-    """Whether the kernel for contexts that are divided is another."""
+    """Flag: contexts that are divided have another kernel than those that are not."""
 
     def __init__(self, shape: AttentionShape, writer: Writer) -> None:
         self.shape = shape
@@ -108,11 +108,11 @@ class LaunchedKernels(ABC):
 
     @abstractmethod
     def _rotation(self, rotary: Rotary) -> Kernel:
-        """Compiled: it is launched in blocks of `THREADS`."""
+        """Compile the kernel of `rotate_and_write`, launched in blocks of `THREADS`."""
 
     @abstractmethod
     def _rotation_threads(self, tokens: int) -> int:
-        """Of that launch: whole blocks."""
+        """Return the threads of the launch of `rotate_and_write`: whole blocks."""
 
     @abstractmethod
     def _launch(  # noqa: PLR0917
@@ -124,8 +124,11 @@ class LaunchedKernels(ABC):
         splits: Splits,
         shape: tuple[int, ...],
     ) -> mx.array:
-        """Attend; the result is of `shape`. inputs: queries, or what they are made from, and pages.
-        after: what must have been done."""
+        """Attend; the result has the shape `shape`.
+
+        inputs: queries, or the arrays that they are made from, and pages. after: results of
+        launches that must precede this one.
+        """
 
     def _variant(  # noqa: PLR0917
         self,

@@ -1,4 +1,4 @@
-"""What attention over pages is on this device, tried out."""
+"""Report on the paged attention kernels of this device, for `mlx-manager doctor`."""
 
 from __future__ import annotations
 

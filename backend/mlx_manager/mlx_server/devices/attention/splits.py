@@ -1,4 +1,4 @@
-"""Which thread block reads which part of whose context: the work list of a decode step.
+"""Work list of a decode step: the part of a context that each thread block reads.
 
 A launch over (rows, longest context) would give a short row as many blocks as the longest one and
 leave all but a few with nothing to do. Instead, the contexts are cut on the host, where their
@@ -37,8 +37,11 @@ ROOM = (8, 32, 64, 128, 256, 512, 1024)
 
 
 class BlockKind(Enum):
-    """What a step's blocks are like, where there are kernels of several kinds: small where contexts
-    are short and many, tall where whole contexts are just what the device has room for."""
+    """Kind of a step's blocks, where there are kernels of several kinds.
+
+    Small blocks are for many short contexts; tall ones for long contexts whose blocks, uncut, just
+    fill the device.
+    """
 
     USUAL = auto()
     SMALL = auto()

@@ -1,4 +1,4 @@
-"""What writes keys and values into pages in place, on a GPU, whatever their sizes."""
+"""Kernel that writes keys and values into KV pages in place, on a GPU, for any head size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mlx_manager.mlx_server.devices.kernel import Kernel
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """What a writer is compiled for: pools of keys, (kv_heads, slots, key_dim), and of values."""
+    """Sizes that a writer is compiled for: pools of keys, (kv_heads, slots, key_dim), and of
+    values, (kv_heads, slots, value_dim)."""
 
     kv_heads: int
     key_dim: int
@@ -25,7 +26,7 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The launch: `threads` for a token, so many of them a `block`."""
+    """Launch of a write kernel: `threads` for each token, in blocks of `block` threads."""
 
     kernel: Kernel
     threads: int
@@ -34,7 +35,7 @@ class Writer:
     def write(
         self, k_pool: mx.array, v_pool: mx.array, k: mx.array, v: mx.array, slots: mx.array
     ) -> mx.array:
-        """As `PagedKernels.write`."""
+        """Write keys and values in place; see `PagedKernels.write`."""
         (dep,) = self.kernel(
             inputs=[k_pool, v_pool, k, v, slots],
             grid=(self.threads, k.shape[0] * k.shape[2], 1),
