@@ -1,8 +1,8 @@
-"""When a Mac's GPU takes no more work from this process.
+"""Detection that a Mac's GPU takes no more work from this process.
 
-MLX raises what became of a command buffer. After some that failed macOS ignores all that the
-process queues, until the process ends: it has to be started again. It is ended before that, too,
-as what fails again and again is no accident.
+MLX raises the error of a failed command buffer. After several failures macOS ignores everything
+that the process queues, so the process must be restarted. It is also ended earlier, when command
+buffers fail repeatedly within a short time.
 
 Source: `CommandEncoder` in mlx/backend/metal/device.cpp.
 """
@@ -16,14 +16,14 @@ from time import monotonic
 FAILED = "[METAL] Command buffer execution failed"
 """Beginning of MLX's error for a failed command buffer; macOS's own words follow."""
 IGNORED = "SubmissionsIgnored"
-"""In these, where nothing is done any more: `Ignored (for causing prior/excessive GPU errors)
+"""Part of macOS's words once all work is ignored: `Ignored (for causing prior/excessive GPU errors)
 (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)`."""
 MOST, WITHIN = 3, 60.0
-"""So many errors in so many seconds are too many."""
+"""`MOST` errors within `WITHIN` seconds are fatal."""
 
 
 class GPUFaults:
-    """The errors of the GPU so far. One thread notes them; any may read `fatal`.
+    """Errors of the GPU so far. One thread notes them; any thread may read `fatal`.
 
     Attributes:
         fatal: why the process can't go on with its GPU; None while it can.

@@ -1,4 +1,4 @@
-"""How Metal names the elements of arrays."""
+"""Metal's names of the element types of arrays."""
 
 from __future__ import annotations
 
