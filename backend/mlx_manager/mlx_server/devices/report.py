@@ -1,4 +1,4 @@
-"""What mlx-manager doctor is told of kernels."""
+"""Results of the kernel checks that `mlx-manager doctor` prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ PORTABLE = "portable: by MLX's own operations"
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """`problem`: why a kernel that should work here does not; "" where none does, or is needed."""
+    """Result of one kernel's check.
+
+    problem: why a kernel that should work on this device does not; "" if there is no problem.
+    """
 
     name: str
     problem: str = ""

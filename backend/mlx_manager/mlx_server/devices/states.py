@@ -1,4 +1,4 @@
-"""What layers with a state are: their sizes, their weights, and where their rows keep what."""
+"""Layers with a recurrent state: sizes, weights, and the storage of each row's state."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import mlx.core as mx
 
 
 class StateShape(Protocol):
-    """Of a layer whose rows keep the last inputs of a convolution, and perhaps more.
+    """Sizes of a layer whose rows keep the last inputs of a convolution, and perhaps more.
 
-    channels, taps: of the convolution, which sees so many tokens, of the type `dtype`. matrices:
-    sizes of what a row keeps besides, float32; none if that is nothing.
+    channels: channels of the convolution. taps: tokens that the convolution sees. dtype: type of
+    the convolution's inputs. matrices: shape of the float32 state that a row keeps besides; () if
+    there is none.
     """
 
     @property
@@ -32,11 +33,11 @@ class StateShape(Protocol):
 
     @property
     def numbers(self) -> int:
-        """That are made of a token between a layer's first product and its last."""
+        """Intermediate elements per token between a layer's first product and its last."""
 
     @property
     def slot_bytes(self) -> int:
-        """What a row keeps."""
+        """Bytes that a row keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class ShortShape:
 
     @property
     def columns(self) -> int:
-        """What the first product gives for a token: B, C and x."""
+        """Elements per token in the output of the first product: B, C and x."""
         return 3 * self.channels
 
     @property
@@ -72,9 +73,9 @@ class ShortShape:
 class DeltaShape:
     """Sizes of one layer of the gated delta rule.
 
-    taps: tokens that its convolution sees. grouped: whether the first product gives a key head and
+    taps: tokens that the convolution sees. grouped: whether the first product gives a key head and
     its value heads together, as Qwen 3 Next has it. rounded: whether decays are computed in
-    `dtype`. epsilon: of the norm behind it.
+    `dtype`. epsilon: epsilon of the norm after the rule.
     """
 
     key_heads: int
@@ -89,17 +90,17 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
     def values(self) -> int:
-        """What it gives for a token."""
+        """Elements per token in the output of the rule: the values of all heads."""
         return self.value_heads * self.value_dim
 
     @property
     def columns(self) -> int:
-        """What the first product gives for a token."""
+        """Elements per token in the output of the first product."""
         return self.channels + self.values + 2 * self.value_heads
 
     @property
@@ -117,8 +118,11 @@ class DeltaShape:
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """convolution: (channels, taps). rates: (value_heads,) float32, -exp(A_log). offsets:
-    (value_heads,) float32, what is added to a. norm: (value_dim,)."""
+    """Weights of one layer of the gated delta rule.
+
+    convolution: (channels, taps). rates: (value_heads,) float32, -exp(A_log). offsets:
+    (value_heads,) float32, added to a. norm: (value_dim,).
+    """
 
     convolution: mx.array
     rates: mx.array
@@ -127,12 +131,12 @@ class DeltaWeights:
 
 
 class StateStore:
-    """One layer's states of all rows, each in its slot.
+    """States of all rows in one layer, each in its slot.
 
-    pool: the `ring`, (slots, taps, channels), the last inputs of the convolution, that of position
-    p in place p % taps; and `states`, (slots, *matrices) float32, where a row keeps such. Written
-    in place by kernels: `written` comes from the last one, and who reads them otherwise must wait
-    for it.
+    pool: the `ring`, (slots, taps, channels), with the last inputs of the convolution (the input of
+    position p at index p % taps); and `states`, (slots, *matrices) float32, where rows keep
+    matrices. Kernels write the pool in place. `written` is the output of the last launch; all other
+    readers must depend on it.
     """
 
     def __init__(self, shape: StateShape) -> None:
@@ -146,7 +150,7 @@ class StateStore:
 
     @property
     def states(self) -> mx.array:
-        """Of layers whose rows keep matrices."""
+        """Matrices of all slots; only for layers whose rows keep matrices."""
         return self.pool[1]
 
     @property
@@ -158,15 +162,17 @@ class StateStore:
         return (*self.pool, self.written)
 
     def alike(self, arrays: Sequence[mx.array]) -> StateStore:
-        """One like this with other `arrays`."""
+        """Return a copy of this store with other `arrays`."""
         store = copy(self)
         *pool, store.written = arrays
         store.pool = tuple(pool)
         return store
 
     def resize(self, slots: int) -> None:
-        """Keeps what is in those that stay, and is computed when it returns, so that one layer
-        alone is there twice."""
+        """Change the number of slots; growing keeps the contents of the old slots.
+
+        The pool is evaluated before this returns, so only one layer at a time is in memory twice.
+        """
         more = slots - self.slots
         if more > 0 and self.slots:
             both = zip(self._read(), self._zeros(more), strict=True)
@@ -176,11 +182,11 @@ class StateStore:
         mx.eval(self.pool)
 
     def kept(self, slot: int) -> list[mx.array]:
-        """A copy of what is in `slot`, to be evaluated before the next launch writes there."""
+        """Return a copy of the contents of `slot`; evaluate it before the next launch writes."""
         return [mx.contiguous(part[slot]) for part in self._read()]
 
     def _read(self) -> list[mx.array]:
-        """The pool, once the last launch has written to it."""
+        """Return the pool as it is after the last launch."""
         return list(mx.depends(list(self.pool), [self.written]))
 
     def _zeros(self, slots: int) -> tuple[mx.array, ...]:
