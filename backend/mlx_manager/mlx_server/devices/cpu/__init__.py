@@ -1,1 +1,1 @@
-"""What is done otherwise on a CPU."""
+"""Replacements for parts of MLX and mlx-lm that are slow on a CPU."""

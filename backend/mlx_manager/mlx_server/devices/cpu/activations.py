@@ -15,7 +15,7 @@ Activation = Callable[..., mx.array]
 
 
 class ByPowers:
-    """`original`, or `ours` where that is the faster one."""
+    """Activation that calls `ours` where it is faster, and `original` otherwise."""
 
     def __init__(self, original: Activation, ours: Activation) -> None:
         self.original = original
@@ -30,15 +30,16 @@ OURS: dict[str, Activation] = {
     "swiglu": gated_by,
     "precise_swiglu": lambda like, gate, up: gated_by(gate, up),
 }
-"""In place of `mlx_lm.models.activations`'. What is precise of the second is that it is computed in
-float32, and by powers all is."""
+"""Replacements of functions of `mlx_lm.models.activations`. The second is "precise" because it
+computes in float32, as the replacements always do."""
 
 
 def silu_by_powers(model: nn.Module) -> None:
-    """Let `model`'s modules compute SiLU so where that is faster.
+    """Let `model`'s modules compute SiLU by powers of two where that is faster.
 
-    As `kv.attention.route` it changes the names that modules of `mlx_lm.models` have imported, and
-    `mlx.nn.silu`, which they call by that name: for all models, where `pays` says so.
+    This replaces, as `kv.attention.route` does, the names that modules of `mlx_lm.models` have
+    imported, and `mlx.nn.silu`, which these modules call by that name. All models are affected; at
+    each call `pays` decides.
     """
     spaces: list[tuple[dict[str, Any], str, Activation]] = [(vars(nn), "silu", silu_of)]
     for names in namespaces_of(model):

@@ -23,9 +23,9 @@ PARALLEL_TOKENIZERS = "TOKENIZERS_PARALLELISM"
 def keep_freed_memory() -> bool:
     """Reuse freed memory, up to `KEPT` bytes of it, instead of returning it to the kernel.
 
-    For the whole process; only glibc knows how. Returns whether it was done. Threads take turns for
-    memory then, so that texts are made tokens one after the other, unless the owner has said
-    otherwise: two threads that allocate for each word took twice as long as one.
+    This applies to the whole process and needs glibc. Returns whether it was done. Threads then
+    take turns for memory, so the tokenizers library is told to use one thread, unless the owner has
+    set `PARALLEL_TOKENIZERS`: two threads that allocate for each word took twice as long as one.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -39,8 +39,10 @@ def keep_freed_memory() -> bool:
 
 
 def gives_back() -> bool:
-    """Whether memory is zeros, and costs nothing, once `make_blank` has had it. Not if it is locked
-    (mlockall(2)), nor everywhere where Linux is emulated."""
+    """Return whether `make_blank` frees memory and leaves zeros.
+
+    It does not if memory is locked (mlockall(2)), nor on some systems that emulate Linux.
+    """
     if sys.platform != "linux":
         return False
     with mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
@@ -53,10 +55,10 @@ def gives_back() -> bool:
 
 
 def make_blank(memory: memoryview) -> None:
-    """Fill `memory` with zeros, without its taking any where that can be avoided.
+    """Fill `memory` with zeros, and free its physical pages where possible.
 
-    Linux gives back what private memory holds, and hands out zeros when it is next touched:
-    madvise(2), MADV_DONTNEED. What shares a page of the system with others' bytes is written to.
+    Linux frees the pages of private memory and hands out zeros when they are next touched:
+    madvise(2), MADV_DONTNEED. Parts that share a system page with other data are written to.
     """
     size = len(memory)
     begin = ctypes.addressof((ctypes.c_char * size).from_buffer(memory))
@@ -65,7 +67,7 @@ def make_blank(memory: memoryview) -> None:
     advise = partial(
         ctypes.CDLL(None).madvise, ctypes.c_void_p(begin + first), ctypes.c_size_t(whole)
     )
-    # 2 MB handed out for a few bytes would be more than anybody has counted.
+    # A huge page would take 2 MB for a few bytes, more than the memory accounting expects.
     advise(mmap.MADV_NOHUGEPAGE)
     left = first + whole if advise(mmap.MADV_DONTNEED) == 0 else first
     ctypes.memset(begin, 0, first)

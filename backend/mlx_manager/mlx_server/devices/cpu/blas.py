@@ -35,7 +35,10 @@ HOW_TO_GET_ONE = "pip install scipy-openblas32, or install your system's libopen
 
 @dataclass(frozen=True, slots=True)
 class BlasReport:
-    """Which library multiplies MLX's matrices on the CPU, from which file, and why this one."""
+    """BLAS library that multiplies MLX's matrices on the CPU.
+
+    name: name of the library. source: file that it comes from. reason: why it was chosen.
+    """
 
     name: str
     source: str
@@ -43,7 +46,7 @@ class BlasReport:
 
 
 class UnfitBlas(Exception):
-    """This library can't take over; the message says why."""
+    """A library that can't be used as BLAS; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,7 @@ class Product:
         return list(self.out) == [sum((i - k) * (j + k) for k in range(inner)) for i, j in places]
 
     def seconds(self) -> float:
-        """The best of five."""
+        """Return the shortest of five times."""
         times = []
         for _ in range(5):
             start = time.perf_counter()
@@ -203,7 +206,7 @@ def _libmlx_with_reference_blas() -> Path | None:
 
 
 def _candidates(choice: str) -> Iterator[str]:
-    """Paths to try: the owner's, the wheel that our extra pins and tests ran with, the system's."""
+    """Yield paths to try: the owner's, the wheel that our extra pins (tested), the system's."""
     if choice:
         yield choice
     wheel = file_of_package("scipy_openblas32", "lib/libscipy_openblas.so")
@@ -219,7 +222,10 @@ def _candidates(choice: str) -> Iterator[str]:
 
 
 def file_of_package(package: str, relative: str) -> Path | None:
-    """Where an installed package, which need not be imported, has a file; None if it has none."""
+    """Return the path of a file of an installed package; None if there is no such file.
+
+    The package need not be imported.
+    """
     spec = importlib.util.find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
         return None
@@ -228,7 +234,7 @@ def file_of_package(package: str, relative: str) -> Path | None:
 
 
 def _threads() -> int:
-    """As many as the owner says, or as there are cores besides two for the rest of the server.
+    """Return the BLAS threads: the owner's setting, or all cores but two for the server's rest.
 
     Measured on two cores: a second thread takes a third to a half off a product while nobody else
     computes, and while somebody does, products wait for the preempted one and take ten times as
@@ -241,7 +247,7 @@ def _threads() -> int:
 
 
 def available_cores() -> int:
-    """Physical cores that this process may run on, by its affinity and its cgroup's quota."""
+    """Return how many physical cores this process may use, by affinity and cgroup quota."""
     if sys.platform != "linux":
         return os.cpu_count() or 1
     cpus = os.sched_getaffinity(0)

@@ -17,28 +17,29 @@ from mlx import nn
 from mlx_lm.models.switch_layers import SwitchLinear
 
 OUTPUTS = 64
-"""Of a block: four registers of AVX-512."""
+"""Outputs of a block: four registers of AVX-512."""
 MOST_INPUTS = 960
 MOST_ROWS = 16
-"""Of one small product. Its multiplications, 10^6 at most, are what OpenBLAS takes to be small."""
+"""Most rows of one small product. OpenBLAS treats products of up to 10^6 multiplications as small;
+64 outputs, 960 inputs and 16 rows stay below."""
 LEAST_INPUTS = 64
 ROWS_AT_ONCE = 128
-"""What they make stays in a core's caches."""
+"""Rows multiplied at once: their results stay in a core's caches."""
 
 EXPERT_ROWS = 4
-"""Of a small product with an expert, whose rows are taken by so many, the last of them with others
-that mean nothing."""
+"""Rows of a tile, which is one small product with an expert. An expert's last tile is filled up
+with rows whose results are unused."""
 FEWEST_OF_EXPERT = 4
-"""Rows that an expert has on average from which on they are taken together."""
+"""Least average number of rows per expert for which rows are grouped into tiles."""
 SMALL = 10**6
-"""Multiplications of what OpenBLAS takes to be a small product."""
+"""Most multiplications of a product that OpenBLAS treats as small."""
 
 
 class BlockedLinear(nn.Linear):  # type: ignore[misc] # mlx is not typed
-    """`linear` with the same parameters, save that its weight is `blocks`.
+    """Linear layer with the parameters of `linear`, but with its weight stored as `blocks`.
 
-    blocks: (outputs / 64, inputs, 64); of many inputs (outputs / 64, parts, inputs / parts, 64),
-    and products with the parts are added up.
+    blocks: (outputs / 64, inputs, 64). If there are many inputs, they are cut into parts,
+    (outputs / 64, parts, inputs / parts, 64), and the products with the parts are added up.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -54,7 +55,7 @@ class BlockedLinear(nn.Linear):  # type: ignore[misc] # mlx is not typed
 
     @property
     def weight(self) -> mx.array:
-        """(outputs, inputs), put together anew."""
+        """Weight as (outputs, inputs), assembled at each access."""
         count, *inputs, outputs = self.blocks.shape
         turned: mx.array = mx.moveaxis(self.blocks, -1, 1)
         return turned.reshape(count * outputs, prod(inputs))
@@ -69,7 +70,7 @@ class BlockedLinear(nn.Linear):  # type: ignore[misc] # mlx is not typed
         return out + self.bias if "bias" in self else out
 
     def _product(self, x: mx.array) -> mx.array:
-        """(rows, outputs / 64, 64) of (rows, inputs)."""
+        """Return the products (rows, outputs / 64, 64) of `x`, (rows, inputs)."""
         rows, inputs = x.shape
         blocks, outputs = self.blocks, self.blocks.shape[-1]
         groups = -(-rows // MOST_ROWS)
@@ -78,7 +79,7 @@ class BlockedLinear(nn.Linear):  # type: ignore[misc] # mlx is not typed
         if padding:
             x = mx.pad(x, [(0, padding), (0, 0)])
         if groups > 1:
-            # What differs least comes first: a block meets all groups while it is in the cache.
+            # Each block is multiplied with all groups while it is in the cache.
             x, blocks = x.reshape(groups, of_group, inputs), mx.expand_dims(blocks, -3)
         if self.blocks.ndim == 3:
             out = x @ blocks
@@ -91,12 +92,12 @@ class BlockedLinear(nn.Linear):  # type: ignore[misc] # mlx is not typed
 
 
 class BlockedExperts(SwitchLinear):  # type: ignore[misc] # mlx-lm is not typed
-    """`experts` with the same parameters, save that their weight is `blocks`.
+    """Experts' layer with the parameters of `experts`, but with its weight stored as `blocks`.
 
-    blocks: (experts, outputs / 64, inputs, 64). MLX multiplies row by row, and without blocks each
-    goes through its expert's weight as a BLAS multiplies a matrix by a vector. Where experts have
-    several rows, these are put together in tiles: as many as there may be, since how many an expert
-    has is known when they are computed, and not before.
+    blocks: (experts, outputs / 64, inputs, 64). MLX multiplies row by row; without blocks each row
+    is a BLAS product of its expert's matrix and a vector. If experts have several rows, these rows
+    are grouped into tiles. There are as many tiles as could be needed, since the number of rows of
+    an expert is known only at evaluation.
     """
 
     def __init__(self, experts: SwitchLinear) -> None:
@@ -110,14 +111,16 @@ class BlockedExperts(SwitchLinear):  # type: ignore[misc] # mlx-lm is not typed
 
     @property
     def weight(self) -> mx.array:
-        """(experts, outputs, inputs), put together anew."""
+        """Weight as (experts, outputs, inputs), assembled at each access."""
         count, blocks, inputs, outputs = self.blocks.shape
         turned: mx.array = self.blocks.swapaxes(2, 3)
         return turned.reshape(count, blocks * outputs, inputs)
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """As `SwitchLinear`: (*indices.shape, rows, outputs) of (..., rows, inputs), each by the
-        expert that `indices` names."""
+        """Multiply by the experts that `indices` names, as `SwitchLinear` does.
+
+        Returns (*indices.shape, rows, outputs) for `x`, (..., rows, inputs).
+        """
         count, _, inputs, outputs = self.blocks.shape
         rows = min(EXPERT_ROWS, SMALL // (inputs * outputs))
         many = indices.ndim == 1 and indices.size >= FEWEST_OF_EXPERT * count
@@ -130,7 +133,7 @@ class BlockedExperts(SwitchLinear):  # type: ignore[misc] # mlx-lm is not typed
         return out + mx.expand_dims(self.bias[indices], -2) if "bias" in self else out
 
     def _product(self, x: mx.array, experts: mx.array) -> mx.array:
-        """(*experts.shape, rows, outputs) of (..., rows, inputs)."""
+        """Return the products (*experts.shape, rows, outputs) of `x`, (..., rows, inputs)."""
         blocks = self.blocks.shape[1]
         of_experts = experts[..., None] * blocks + mx.arange(blocks, dtype=experts.dtype)
         out = mx.gather_mm(x[..., None, :, :], self.blocks.flatten(0, 1), rhs_indices=of_experts)
@@ -139,10 +142,11 @@ class BlockedExperts(SwitchLinear):  # type: ignore[misc] # mlx-lm is not typed
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows that are in order by expert, put together by some of one expert: see `BlockedExperts`.
+    """Rows sorted by expert, grouped into tiles of one expert each: see `BlockedExperts`.
 
-    experts: (tiles,). rows: (tiles, rows), by their numbers; those of a tile that are none of its
-    expert's are any. places: (rows in all,), where each is among the tiles'.
+    experts: (tiles,), the expert of each tile. rows: (tiles, rows), indices of each tile's rows; a
+    tile is filled up with arbitrary rows of other experts. places: (all rows,), the index of each
+    row in the flattened tiles.
     """
 
     experts: mx.array
@@ -151,7 +155,11 @@ class Tiles:
 
     @staticmethod
     def of(indices: mx.array, count: int, rows: int) -> Tiles:
-        """indices: each row's expert, of `count`. rows: of a tile."""
+        """Return the tiles of rows sorted by expert.
+
+        indices: each row's expert, in ascending order. count: number of experts. rows: rows of a
+        tile.
+        """
         size = indices.size
         of_expert = mx.zeros((count,), mx.int32).at[indices].add(1)
         needed = (of_expert + rows - 1) // rows
@@ -179,6 +187,6 @@ def experts_can_be_blocked(experts: SwitchLinear) -> bool:
 
 
 def parts_of(inputs: int) -> int:
-    """Into how many equal parts so many inputs are cut."""
+    """Return the number of equal parts into which a block's inputs are cut."""
     least = ceil(inputs / MOST_INPUTS)
     return next(parts for parts in range(least, inputs + 1) if inputs % parts == 0)

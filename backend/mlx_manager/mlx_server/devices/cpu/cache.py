@@ -1,4 +1,4 @@
-"""Sizes of a CPU's caches, by what the system says."""
+"""Sizes of a CPU's caches, as the system reports them."""
 
 from __future__ import annotations
 

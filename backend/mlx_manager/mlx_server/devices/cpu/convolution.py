@@ -1,9 +1,9 @@
-"""Convolutions of each channel by itself, over time, on a CPU.
+"""Depthwise convolutions over time on a CPU.
 
-Layers that keep a state of another kind than keys and values (Qwen 3.5, Mamba, LFM 2) begin with
-one, of four tokens. MLX's CPU backend makes a copy of the channels' windows and a product of each:
-512 tokens of 6 144 channels take 130 ms, and one token 1.3 ms. Sums of what a tap takes of all
-channels at once are 12 and 0.1 ms.
+Layers with a recurrent state (Qwen 3.5, Mamba, LFM 2) begin with one, over four tokens. MLX's CPU
+backend copies each channel's windows and multiplies each: 512 tokens of 6 144 channels take 130 ms,
+and one token 1.3 ms. A sum over the taps, each multiplied with all channels at once, takes 12 and
+0.1 ms.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from mlx.utils import tree_unflatten
 
 
 class Taps(nn.Conv1d):  # type: ignore[misc] # mlx is not typed
-    """`conv` with the same parameters, save that its weight is `taps`, in float32.
+    """Depthwise convolution with the parameters of `conv`, but with its weight stored as `taps`.
 
-    taps: (taps, channels).
+    taps: (taps, channels) float32.
     """
 
     def __init__(self, conv: nn.Conv1d) -> None:
@@ -31,12 +31,12 @@ class Taps(nn.Conv1d):  # type: ignore[misc] # mlx is not typed
 
     @property
     def weight(self) -> mx.array:
-        """(channels, taps, 1), put together anew."""
+        """Weight as (channels, taps, 1), assembled at each access."""
         turned: mx.array = self.taps.T[..., None].astype(self._dtype)
         return turned
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(rows, tokens, channels) of (rows, tokens and those before them, channels)."""
+        """Return (rows, tokens, channels); `x` also holds the taps - 1 tokens before these."""
         dtype, x = mx.result_type(x, self._dtype), x.astype(mx.float32)
         count = self.taps.shape[0]
         tokens = x.shape[1] - count + 1
@@ -48,7 +48,7 @@ class Taps(nn.Conv1d):  # type: ignore[misc] # mlx is not typed
 
 
 def with_taps(model: nn.Module) -> None:
-    """Let `model`'s convolutions be computed so, if they are of each channel by itself."""
+    """Replace the depthwise convolutions of `model` by `Taps`."""
     found = [(name, Taps(module)) for name, module in model.named_modules() if can_be_taps(module)]
     model.update_modules(tree_unflatten(found))
     mx.eval([module.taps for _, module in found])

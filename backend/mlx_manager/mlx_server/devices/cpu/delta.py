@@ -4,9 +4,9 @@ Such a layer keeps a state S of values by keys for each head, and each token cha
 
     d_t = beta_t * (v_t - g_t * S_(t-1) k_t)        S_t = g_t * S_(t-1) + d_t k_t^T
 
-which mlx-lm has a kernel for on Metal alone, and elsewhere computes token by token. Here so many
-tokens at once, a chunk, are a few matrix products. Within a chunk that begins with S the d are what
-solves a system of equations, whose matrix is lower triangular:
+mlx-lm has a kernel for this on Metal only, and elsewhere computes token by token. Here a chunk of
+tokens is computed by a few matrix products. Within a chunk that begins with state S, the d solve a
+lower triangular system of equations:
 
     d_i + sum_(j<i) beta_i * G_ij * (k_i . k_j) * d_j = beta_i * (v_i - G_i * S k_i)
 
@@ -32,24 +32,27 @@ from mlx_manager.mlx_server.devices.namespaces import namespaces_of
 
 log = logging.getLogger(__name__)
 Rule = Callable[..., tuple[mx.array, mx.array]]
-"""As `mlx_lm.models.gated_delta.gated_delta_ops`."""
+"""Type of `mlx_lm.models.gated_delta.gated_delta_ops`."""
 
 ON_CPU = 32
-"""Tokens of a chunk: with more of them, the equations' inverse takes what the state's products
-save (512 tokens of 16 heads of 128: 38, 40 and 68 ms by 16, 32 and 64)."""
+"""Tokens of a chunk on a CPU. In longer chunks the inverse costs more than the fewer products with
+the state save (512 tokens of 16 heads of 128: 38, 40 and 68 ms in chunks of 16, 32 and 64)."""
 ON_GPU = 64
-"""There each chunk waits for the launches of the one before."""
+"""Tokens of a chunk on a GPU, where each chunk waits for the launches of the chunk before."""
 
 TRIED = 75
-"""Tokens that both ways are compared by: two chunks or more, the last of them not whole."""
+"""Tokens of the comparison with mlx-lm's loop: two chunks or more, the last one not full."""
 ALLOWED_ON_CPU = 1e-4
-"""Of the largest number, between the two."""
+"""Allowed difference from mlx-lm's loop on a CPU, relative to the largest number."""
 ALLOWED_ON_GPU = 2e-2
-"""NVIDIA's round what they multiply to 11 bits (TF32), unless they are told not to."""
+"""Allowed difference on a GPU: NVIDIA's round factors to 11 bits (TF32) unless told not to."""
 
 
 class ChunkedRule:
-    """`original`, which is mlx-lm's loop over tokens, with prompts computed in chunks."""
+    """Gated delta rule with prompts computed in chunks.
+
+    original: mlx-lm's loop over tokens, which serves all other cases.
+    """
 
     def __init__(self, original: Rule) -> None:
         self.original = original
@@ -64,7 +67,7 @@ class ChunkedRule:
         state: mx.array | None = None,
         mask: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
-        """The outputs of some tokens, and the state after them.
+        """Return the outputs of some tokens, and the state after them.
 
         Args:
             q, k: (rows, tokens, key heads, key dim).
@@ -97,13 +100,13 @@ def in_chunks(  # noqa: PLR0917
     state: mx.array,
     most: int,
 ) -> tuple[mx.array, mx.array]:
-    """As `ChunkedRule`, by chunks of at most so many tokens, in float32."""
+    """Compute `ChunkedRule` in chunks of at most `most` tokens, in float32."""
     rows, tokens, heads, _ = k.shape
     count = ceil(tokens / most)
     size = ceil(tokens / count)
 
     def cut(x: mx.array, filling: float = 0.0) -> mx.array:
-        """(chunks, rows, key heads, value heads of each, size, ...)"""
+        """Return (chunks, rows, key heads, value heads of each, size, ...)."""
         x = x.astype(mx.float32)
         if missing := count * size - tokens:
             widths = [(0, missing if axis == 1 else 0) for axis in range(x.ndim)]
@@ -118,7 +121,7 @@ def in_chunks(  # noqa: PLR0917
     transposed = keys.swapaxes(-1, -2)
     solved = inverse((keys @ transposed) * decays * betas)
     scores = (queries @ transposed) * decays
-    # What the state says of both, by one product.
+    # Keys and queries are multiplied with the state by one product.
     asked = mx.concatenate([keys * (since * betas), queries * since], axis=-2)
     wanted, left = values * betas, keys * decays[..., -1, :, None]
     lasting = since[..., -1:, :]
@@ -135,11 +138,11 @@ def in_chunks(  # noqa: PLR0917
 
 
 def decays_between(gates: mx.array) -> mx.array:
-    """(..., size, size) what is left at token i of what j has brought, 0 before j, of gates
-    (..., size).
+    """Return (..., size, size): the part of token j's change left at token i, 0 where i < j.
 
-    Products of those in between, and no quotients of products from the beginning, nor differences
-    of logarithms: these are no numbers where a gate is 0, and inexact after small ones.
+    gates: (..., size). Each decay is the product of the gates between j and i. Quotients of
+    cumulative products or differences of logarithms would be NaN where a gate is 0, and inexact
+    after small gates.
     """
     size = gates.shape[-1]
     between = mx.cumprod(mx.where(_below(size), gates[..., None], 1.0), axis=-2)
@@ -147,12 +150,13 @@ def decays_between(gates: mx.array) -> mx.array:
 
 
 def inverse(a: mx.array) -> mx.array:
-    """Of I + what is below the diagonal of `a`, (..., size, size).
+    """Return the inverse of I + the part of `a` below the diagonal, (..., size, size).
 
-    By blocks of 1, 2, 4, ... along the diagonal: of [[P, 0], [R, Q]] the inverse is [[P', 0],
-    [-Q' R P', Q']], where P' and Q' are there from the step before. As exact as solving row by row
-    (Du Croz and Higham 1992, "Stability of Methods for Matrix Inversion"). Powers of `a` would be
-    fewer products, but are numbers of up to 10^17 where keys are alike, that have to cancel out.
+    Diagonal blocks of 1, 2, 4, ... are inverted in turn: the inverse of [[P, 0], [R, Q]] is
+    [[P', 0], [-Q' R P', Q']], where the inverses P' and Q' come from the step before. This is as
+    exact as solving row by row (Du Croz and Higham 1992, "Stability of Methods for Matrix
+    Inversion"). A series of powers of `a` would take fewer products, but where keys are alike its
+    terms reach 10^17 and have to cancel out.
     """
     first, *rest = _corners(a.shape[-1])
     out = _diagonal(a.shape[-1]) - mx.where(first, a, 0.0)
@@ -164,9 +168,9 @@ def inverse(a: mx.array) -> mx.array:
 def one_token(  # noqa: PLR0917
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """As `ChunkedRule`, for one token of each row, in float32.
+    """Compute `ChunkedRule` for one token of each row, in float32.
 
-    The state, which is most of what is read, is multiplied by k and q at once, and written once:
+    The state is most of the memory traffic. It is multiplied by k and q at once, and written once;
     mlx-lm's step goes through it five times.
     """
     heads = k.shape[2]
@@ -184,9 +188,9 @@ def one_token(  # noqa: PLR0917
 def compute_chunks(model: nn.Module) -> None:
     """Have prompts of `model`'s gated delta layers computed in chunks, if mlx-lm has no kernel.
 
-    The one place where that is done: mlx-lm's `gated_delta_update` looks `gated_delta_ops` up when
-    it is called, so that all who import it are served at once, and stay so. Both are compared
-    first, as a model's own logits, by which ways of running it are judged, will come from here.
+    mlx-lm's `gated_delta_update` looks `gated_delta_ops` up at each call, so replacing that one
+    function serves all models, for the rest of the process. The replacement is first compared with
+    the original, because the model's reference logits will be computed by the replacement, too.
     """
     concerned = any("gated_delta_update" in names for names in namespaces_of(model))
     original = gated_delta.gated_delta_ops
@@ -201,7 +205,10 @@ def compute_chunks(model: nn.Module) -> None:
 
 
 def difference(rule: ChunkedRule) -> float:
-    """How far it is from the loop that it stands for, relative to the largest number."""
+    """Return the largest difference between `rule` and mlx-lm's loop.
+
+    The difference is relative to the largest number; NaN counts as infinite.
+    """
     made = np.random.default_rng(0)
     keys = made.normal(1, 1, (1, TRIED + 1, 2, 32))
     keys /= np.linalg.norm(keys, axis=3, keepdims=True)
@@ -223,8 +230,10 @@ def difference(rule: ChunkedRule) -> float:
 
 @cache
 def _corners(size: int) -> list[mx.array]:
-    """(size, size) bool for blocks of 1, 2, 4, ...: where below two neighbours of the diagonal the
-    one that joins them is."""
+    """Return (size, size) bool masks for diagonal blocks of 1, 2, 4, ...
+
+    Each mask marks the blocks that lie below pairs of neighbouring diagonal blocks, R in `inverse`.
+    """
     place = np.arange(size)
     blocks = [place // 2**i for i in range(max(1, (size - 1).bit_length()) + 1)]
     return [mx.array((of[:, None] > of) & (pair[:, None] == pair)) for of, pair in pairwise(blocks)]

@@ -1,4 +1,4 @@
-"""A loaded Linux library's imports: where it keeps the addresses of the functions it calls.
+"""Imports of a loaded Linux library: the slots with the addresses of the functions it calls.
 
 A shared library calls an imported function through a slot in its global offset table, which the
 loader fills. Writing another address there redirects that library's calls and no one else's.
@@ -25,7 +25,7 @@ FUNCTION_RELOCATIONS = {"x86_64": (6, 7), "aarch64": (1025, 1026)}
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A program header. offset: in the file; vaddr: from where the library is loaded."""
+    """Program header. offset: position in the file; vaddr: offset from the load address."""
 
     type: int
     flags: int
@@ -39,7 +39,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a library keeps the address of the imported function `name`."""
+    """Slot in which a library keeps the address of the imported function `name`."""
 
     name: str
     address: int
@@ -65,9 +65,10 @@ class Slot:
 
 
 def imported_slots(library: Path, names: Iterable[str]) -> list[Slot]:
-    """The slots of the functions `names` in a library that this process has loaded.
+    """Return the slots of the functions `names` in a library that this process has loaded.
 
-    Empty where the library does not import them, or on another processor than x86-64 and aarch64.
+    The list is empty if the library does not import them, or if the processor is neither x86-64 nor
+    aarch64.
     """
     kinds = FUNCTION_RELOCATIONS.get(platform.machine(), ())
     wanted = {name.encode() for name in names}
@@ -84,11 +85,11 @@ def imported_slots(library: Path, names: Iterable[str]) -> list[Slot]:
 
 
 def _loaded_segments(library: Path) -> tuple[int, list[_Segment]]:
-    """The address that the library was loaded at, and its program headers.
+    """Return the load address of the library, and its program headers.
 
-    `dl_iterate_phdr` would know both, but it calls back into Python, which needs Python's lock, and
-    holds the loader's meanwhile: a thread that imports an extension holds the one and waits for the
-    other.
+    `dl_iterate_phdr` would give both, but can deadlock: it holds the loader's lock while it calls
+    back into Python, which needs the GIL, and a thread that imports an extension holds the GIL
+    while it waits for the loader's lock.
     """
     for start, offset, path in _code_in_memory():
         if path.name == library.name and path.exists() and path.samefile(library):
@@ -101,7 +102,7 @@ def _loaded_segments(library: Path) -> tuple[int, list[_Segment]]:
 
 
 def _code_in_memory() -> Iterator[tuple[int, int, Path]]:
-    """(address, offset in the file, file) of all that this process has mapped to be executed."""
+    """Yield (address, offset in the file, file) of each executable mapping of this process."""
     for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
         addresses, permissions, offset, _, _, *path = line.split(maxsplit=5)
         if path and "x" in permissions:
@@ -109,7 +110,7 @@ def _code_in_memory() -> Iterator[tuple[int, int, Path]]:
 
 
 def _segments(library: Path) -> list[_Segment]:
-    """The program headers of a 64-bit file."""
+    """Return the program headers of a 64-bit file."""
     content = library.open("rb")
     with content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as file:
         (table,) = struct.unpack_from("Q", file, 32)
@@ -119,7 +120,7 @@ def _segments(library: Path) -> list[_Segment]:
 
 
 def _dynamic_section(base: int, segments: list[_Segment]) -> dict[int, int]:
-    """Tag -> value. Some C libraries leave addresses relative to the base; here none is."""
+    """Return tag -> value, with absolute addresses; some C libraries leave them relative."""
     table = next(s for s in segments if s.type == PT_DYNAMIC)
     entries: dict[int, int] = {}
     for tag, value in struct.iter_unpack("qQ", ctypes.string_at(base + table.vaddr, table.memsz)):
@@ -133,7 +134,7 @@ def _dynamic_section(base: int, segments: list[_Segment]) -> dict[int, int]:
 
 
 def _relocations(dynamic: dict[int, int]) -> Iterator[tuple[int, int, bytes]]:
-    """(offset from the base, kind, symbol's name) of every relocation that names a symbol."""
+    """Yield (offset from the base, kind, symbol) of every relocation that names a symbol."""
     for tag, size in ((DT_JMPREL, DT_PLTRELSZ), (DT_RELA, DT_RELASZ)):
         if tag not in dynamic:
             continue

@@ -1,8 +1,8 @@
-"""A second stream of the CPU, for what others need not wait for.
+"""A second CPU stream, for operations that can run beside those of the first.
 
-MLX computes a stream's operations on one thread. Rows and a prompt's chunk have nothing to do with
-each other within a layer's attention, nor have a prompt's tokens outside of it: on one core each
-they take as long as the longer of the two. To go over to the other stream and back takes 10 us.
+MLX computes a stream's operations on one thread. Within a layer's attention, decode rows and a
+prompt's chunk are independent; outside of attention, so are a prompt's tokens. On one core each,
+two such parts take as long as the longer one. Switching to the other stream and back takes 10 us.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mlx_manager.mlx_server.devices.cpu.blas import available_cores
 
 
 def lane() -> AbstractContextManager[Any]:
-    """What is put together within is computed while the rest goes on, where a core is there for it.
+    """Return a context whose operations go to the second stream, if there is a core for it.
 
-    By the thread that puts it together alone: a load's passes, which another thread evaluates, must
-    have nothing of it.
+    The thread that creates the operations must also evaluate them, because the stream is
+    thread-local. So a load's passes, which another thread evaluates, must not use it.
     """
     stream = _stream() if mx.default_device() == mx.cpu else None
     return nullcontext() if stream is None else mx.stream(stream)
@@ -32,11 +32,13 @@ def has_lane() -> bool:
 
 
 def in_halves(compute: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
-    """`compute(*arrays)`, of which every row comes from the same row of `arrays`; in the lane for
-    the latter half of them."""
+    """Return `compute(*arrays)`, with the latter half of the rows computed in the lane.
+
+    Each row of the result must depend only on the same row of `arrays`.
+    """
     half = len(arrays[0]) // 2
     with lane():
-        # Slices of the first stream would be made there after all that its own half takes.
+        # Slice inside the lane: the first stream would slice only after computing its own half.
         latter = compute(*(array[half:] for array in arrays))
     return mx.concatenate([compute(*(array[:half] for array in arrays)), latter])
 

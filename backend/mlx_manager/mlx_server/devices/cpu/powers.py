@@ -1,8 +1,8 @@
 """Attention for CPUs on which MLX's exponentials are slow.
 
 MLX computes exponentials by Apple's vector units, and elsewhere one by one: 12 ns each on a 2024
-server core, where a power of two takes 4 and a product 0.2. Most of the attention to a long context
-would be its softmax.
+server core, where a power of two takes 4 ns and a product 0.2 ns. The softmax would take most of
+the time of attention to a long context.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ import numpy as np
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.engine.kv.store import LayerStore, Numbers
 
-# With fewer scores, what is saved is less than what more operations cost.
+# Fewest scores for which the faster exponentials save more than the additional operations cost.
 LEAST_SCORES = 1 << 12
 # Scores that a core's second cache holds beside their powers.
 CACHED_SCORES = 1 << 18
 LEAST_BLOCK = 16
-# Each page of fewer tokens is a product of its own, which is more than to gather it.
+# Smallest page that is attended in place: a product for each smaller page costs more than gathering
+# the pages.
 LEAST_PAGE = 8
 _LOG2_E = math.log2(math.e)
 
 
 def pays(like: mx.array, exponentials: int) -> bool:
-    """Whether so many are computed faster here, as those of `like`'s type, than by MLX's own."""
+    """Return whether powers of two are faster than MLX's exponentials.
+
+    like: array of the type and on the device in question. exponentials: how many are computed.
+    """
     return (
         exponentials >= LEAST_SCORES
         and like.dtype == mx.float32
@@ -38,12 +42,12 @@ def pays(like: mx.array, exponentials: int) -> bool:
 
 
 def block_of(heads: int, seen: int) -> int:
-    """How many queries are best attended at once."""
+    """Return how many queries to attend at once, so that their scores stay in the cache."""
     return max(LEAST_BLOCK, CACHED_SCORES // (heads * seen))
 
 
 def attend_causal(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """Attention of the last queries of a sequence to all of it, float32.
+    """Attend the last queries of a sequence to the whole sequence, in float32.
 
     Args:
         queries: (1, heads, count, dim).
@@ -71,7 +75,7 @@ def attend_causal(queries: mx.array, keys: mx.array, values: mx.array, scale: fl
 
 
 def attend_rows(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """Attention of rows to all of what each has before it, float32.
+    """Attend each row's queries to all of the row's keys, in float32.
 
     Args:
         queries: (rows, kv_heads, queries, dim).
@@ -90,7 +94,9 @@ def attend_rows(queries: mx.array, keys: mx.array, values: mx.array, scale: floa
 def attend_pages(
     queries: mx.array, store: LayerStore, table: Numbers, scale: float, hidden: mx.array
 ) -> mx.array:
-    """The same over pages where they are, a product for each: to gather them takes as long.
+    """Attend rows as `attend_rows` does, over pages in place, with one product for each page.
+
+    Gathering the pages would take as long as attending to them.
 
     Args:
         queries: (rows, kv_heads, queries, dim).
@@ -114,17 +120,17 @@ def attend_pages(
 
 
 def silu_of(x: mx.array) -> mx.array:
-    """`silu(x)`, float32."""
+    """Return `silu(x)`, float32."""
     return x / (mx.power(2.0, x * -_LOG2_E) + 1.0)
 
 
 def gated_by(gate: mx.array, up: mx.array) -> mx.array:
-    """`silu(gate) * up`, float32."""
+    """Return `silu(gate) * up`, float32."""
     return silu_of(gate) * up
 
 
 def gelu_gated_by(gate: mx.array, up: mx.array) -> mx.array:
-    """`gelu_approx(gate) * up`, float32: (1 + tanh(u)) / 2 is 1 / (1 + e^(-2 * u))."""
+    """Return `gelu_approx(gate) * up`, float32: (1 + tanh(u)) / 2 is 1 / (1 + e^(-2 * u))."""
     twice = -2 * math.sqrt(2 / math.pi) * _LOG2_E
     turn = gate * (gate * gate * (0.044715 * twice) + twice)
     return gate / (mx.power(2.0, turn) + 1.0) * up

@@ -1,12 +1,12 @@
 """Arrays of zeros that take memory only where something has been written to them.
 
-So the pages of a model can be one array for ever, as large as the memory that there may be for
-them. A larger array for each page more would have to be copied into, while everybody waits: a fresh
-gigabyte takes a virtual machine one to three seconds.
+So the KV pages of a model can be one array from the start, as large as its memory limit. Growing
+the array instead would copy all pages while every request waits: a fresh gigabyte takes a virtual
+machine one to three seconds.
 
-Linux gives a process memory when it first writes to it, but MLX writes zeros into every new array.
-What it reads from a file it leaves to the file, however; and one that "has been read" without
-anything being written is what is wanted here.
+Linux gives a process memory on the first write, but MLX writes zeros into every new array. The
+exception is an array that MLX reads from a file: the file object fills it. So `Blank` is a file
+object that claims to have read without writing anything.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ import numpy as np
 from mlx_manager.mlx_server.devices.cpu.allocator import gives_back, make_blank
 
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-# Linux then promises no more than it has, whether it is written to or not (proc(5)).
+# Value of `OVERCOMMIT` with which Linux counts memory that is not written to, too (proc(5)).
 STRICT = "2"
 
 
 def is_free() -> bool:
-    """Whether room that nothing is written to costs nothing: on a CPU, on Linux, unless the owner
-    counts what programs ask for."""
+    """Return whether memory that nothing is written to is free.
+
+    This is so on a CPU, on Linux, unless the owner limits address space or has set `STRICT`
+    accounting.
+    """
     return (
         mx.default_device() == mx.cpu
         and gives_back()
@@ -39,7 +42,7 @@ def is_free() -> bool:
 
 
 def blank(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Zeros, evaluated, with memory for those alone that are written to. Where `is_free`."""
+    """Return evaluated zeros that take memory only where they are written to, if `is_free`."""
     *outer, last = shape
     octets: mx.array = mx.load(Blank((*outer, last * dtype.size)), format="npy")  # type: ignore[assignment, arg-type]
     array = octets.view(dtype)
@@ -49,7 +52,7 @@ def blank(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
 
 
 class Blank(io.RawIOBase):
-    """A file of zeros in numpy's format, bytes of this shape, that are there without being read."""
+    """File in numpy's format of zero bytes with this shape; reading them writes to no memory."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         header = io.BytesIO()
