@@ -14,15 +14,16 @@ log = logging.getLogger(__name__)
 SYSFS = Path("/sys/devices/system/cpu/cpu0/cache")
 SYSCTL = "/usr/sbin/sysctl"
 SYSCTL_NAMES = ("hw.l3cachesize", "hw.l2cachesize", "hw.perflevel0.l2cachesize")
-"""The last is the fast cores' of Apple silicon, a cluster of which shares it."""
+"""Names of cache sizes in sysctl(8). The last is for the fast cores of Apple silicon: a cluster of
+cores shares that cache."""
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 ASSUMED = 2**25
-"""Bytes, where the system does not say: what a server's core or a cluster of them often has."""
+"""Bytes assumed if the system does not say: a usual size for a core or a cluster of a server."""
 
 
 @cache
 def last_level_cache() -> int:
-    """Bytes of the largest cache that a core has, alone or with others."""
+    """Return the bytes of the largest cache that a core has, alone or shared with other cores."""
     if sys.platform == "darwin":
         sizes = sysctl_sizes(_sysctl())
     else:
@@ -33,7 +34,7 @@ def last_level_cache() -> int:
 
 
 def sysfs_sizes(folder: Path) -> list[int]:
-    """Bytes of each cache that can hold data, of a core whose caches Linux describes in `folder`.
+    """Return the bytes of each cache for data that Linux describes in `folder`, one core's.
 
     Source: Documentation/ABI/testing/sysfs-devices-system-cpu of Linux. Virtual machines and some
     ARM boards have no such folder, or no sizes in it.
@@ -47,13 +48,13 @@ def sysfs_sizes(folder: Path) -> list[int]:
 
 
 def size_in_bytes(text: str) -> int:
-    """`32768K` as bytes; 0 for what is no size."""
+    """Return a size such as `32768K` in bytes; 0 for other text."""
     found = re.fullmatch(r"(\d+)([KMG]?)", text.strip())
     return int(found[1]) * UNITS[found[2]] if found else 0
 
 
 def sysctl_sizes(said: str) -> list[int]:
-    """Bytes of each cache that a line of sysctl(8) names: `hw.l2cachesize: 4194304`."""
+    """Return the bytes of each cache that a line of sysctl(8) names: `hw.l2cachesize: 4194304`."""
     found = re.findall(rf"^(?:{'|'.join(map(re.escape, SYSCTL_NAMES))}): (\d+)$", said, re.M)
     return [int(size) for size in found if int(size)]
 
