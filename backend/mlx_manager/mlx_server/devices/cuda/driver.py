@@ -1,4 +1,4 @@
-"""CUDA's driver, for what MLX does not offer of it."""
+"""CUDA driver API, for functions that MLX does not offer."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ LIBRARY = "libcuda.so.1"
 
 
 class Driver:
-    """The functions of the CUDA driver API.
+    """Functions of the CUDA driver API.
 
     Raises:
-        OSError: there is none on this machine.
+        OSError: there is no CUDA driver on this machine.
     """
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(LIBRARY)
 
     def call(self, name: str, *arguments: object) -> None:
-        """
+        """Call the driver's function `name`.
+
         Raises:
-            AttributeError: it is older than that function.
-            RuntimeError: it refuses.
+            AttributeError: the driver is older than the function.
+            RuntimeError: the driver returns an error.
         """
         code = self._library[name](*arguments)
         if code:
             raise RuntimeError(f"CUDA's driver answers {code} to {name}")
 
     def attribute(self, number: int) -> int:
-        """What the first GPU that this process gets to see has of a `CUdevice_attribute`.
+        """Return an attribute of the first GPU visible to this process.
+
+        number: value of the attribute in the enumeration `CUdevice_attribute`.
 
         Raises:
             RuntimeError: there is no GPU.

@@ -1,5 +1,5 @@
-"""How MLX's CUDA build records steps, and where it keeps its kernels, on a CPU, too: it reads that
-from the environment."""
+"""Environment variables for MLX: recording of steps (CUDA), and folders of compiled kernels (CUDA
+and CPU)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mlx_manager.mlx_server.devices.cuda.driver import Driver
 log = logging.getLogger(__name__)
 
 SETTINGS = {
-    # Graphs kept for steps of different shapes. By default 400; beyond twice as many misses in its
-    # life the process is reported to abort.
+    # Graphs kept for steps of different shapes. The default is 400; after twice as many cache
+    # misses the process is reported to abort.
     "MLX_CUDA_GRAPH_CACHE_SIZE": "4000",
     # A decode step is one graph. By default it is cut after 100 operations, or 1 000 million
     # elements of inputs, which a few layers of an 8B reach: 5.87 ms a step of 64 rows, not 5.59.
@@ -28,23 +28,27 @@ SETTINGS = {
 KERNELS = "MLX_PTX_CACHE_DIR"
 TEMPORARY = "TMPDIR"
 
-# Of the CUDA driver API: attributes of a device.
+# Attributes of a device in the CUDA driver API: compute capability.
 _MAJOR, _MINOR = 75, 76
 
 
 def record_whole_steps() -> None:
-    """Set what the owner has not set. Before MLX computes anything, and on an NVIDIA GPU alone:
-    Metal reads the same names, and macOS ends a recording that takes seconds."""
+    """Set the variables of `SETTINGS` that the owner has not set.
+
+    Call this before MLX computes anything, and on an NVIDIA GPU only: Metal reads the same names,
+    and macOS ends a recording that takes seconds.
+    """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
 
 
 def keep_kernels() -> None:
-    """Have MLX keep the kernels that it compiles of its own, some 17 s of them for a model (H200),
-    in the user's cache, unless the owner says where.
+    """Have MLX keep the kernels that it compiles in the user's cache.
 
-    Its own choice is a folder of temporary files: gone when the machine has been restarted, and
-    open to others, whose code it would run. Before MLX computes anything; nothing elsewhere.
+    The owner's setting of `KERNELS` has priority. Compiling MLX's own kernels takes some 17 s for a
+    model (H200). MLX's default is a folder of temporary files: the folder is lost on restart, and
+    other users can put code there that MLX would run. Call this before MLX computes anything.
+    Without an NVIDIA GPU nothing is set.
     """
     if KERNELS in os.environ:
         return
@@ -58,20 +62,20 @@ def keep_kernels() -> None:
 
 
 def keep_cpu_kernels() -> None:
-    """The same where MLX computes on a CPU: what it compiles, with g++, goes to the folder for
-    temporary files and nowhere else.
+    """Have MLX keep the kernels that it compiles for a CPU in the user's cache.
 
-    There the first user's folder is in the way of every other user's server, and whoever makes it
-    before the server does has it run his code. So MLX gets a folder of the user's own, unless the
-    owner says where temporary files go; a new one where there is no home. It has the folder for as
-    long as it lives, as another would take for whole what it is still writing. Python's files stay
-    where they are.
+    MLX compiles with g++ into a fixed folder among the temporary files. The first user's folder
+    there blocks every other user's server, and another user who makes the folder first can have the
+    server run foreign code. So `TEMPORARY` is set to a folder in the user's cache, unless the owner
+    has set it, or to a new temporary folder if there is no home. No other process uses the folder
+    meanwhile, since it would load files that are still being written. Python's own temporary files
+    stay where they are.
 
     Source: mlx/backend/cpu/compiled.cpp.
     """
     if TEMPORARY in os.environ:
         return
-    # Asked for once a process, and kept.
+    # Python determines its folder once per process: do so before the variable changes.
     tempfile.gettempdir()
     try:
         folder = _of_this_process("cpu")
@@ -83,7 +87,8 @@ def keep_cpu_kernels() -> None:
 
 
 def cache_folder() -> Path:
-    """
+    """Return the folder for compiled kernels in the user's cache.
+
     Raises:
         RuntimeError: there is no home.
     """
@@ -92,10 +97,10 @@ def cache_folder() -> Path:
 
 
 def _made(name: str) -> Path:
-    """A folder among the kernels, the user's alone, where there was none.
+    """Return a folder in `cache_folder`; a new one is accessible to the user only.
 
     Raises:
-        OSError, RuntimeError: there is no place for it.
+        OSError, RuntimeError: the folder can't be made.
     """
     folder = cache_folder() / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -103,15 +108,15 @@ def _made(name: str) -> Path:
 
 
 def _of_this_process(name: str) -> Path:
-    """The first folder by this name, or with a number behind it, that no other process has.
+    """Return the first folder `name`, or `name` with a number, that no other process holds.
 
     Raises:
-        OSError, RuntimeError: there is no place for it.
+        OSError, RuntimeError: the folder can't be made.
     """
     number = 1
     while True:
         folder = _made(name if number == 1 else f"{name}-{number}")
-        # Open until the process ends, and the lock with it.
+        # The file stays open, and the lock held, until the process ends.
         held = os.open(folder / ".held", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,10 +130,10 @@ def _of_this_process(name: str) -> Path:
 
 
 def architecture() -> str:
-    """Of the first NVIDIA GPU that this process gets to see: `sm_90`.
+    """Return the architecture of the first NVIDIA GPU visible to this process, such as `sm_90`.
 
     Raises:
-        OSError, RuntimeError: there is none.
+        OSError, RuntimeError: there is no NVIDIA GPU.
     """
     driver = Driver()
     return f"sm_{driver.attribute(_MAJOR)}{driver.attribute(_MINOR)}"

@@ -1,9 +1,9 @@
-"""Memory of the host that an NVIDIA GPU reads and writes where it is.
+"""Host memory that an NVIDIA GPU reads and writes in place.
 
-MLX on CUDA puts what the host makes or reads into managed memory, which moves to whoever touches
-it, by page faults of 100 to 600 us a time, and hands the same memory out for arrays that are the
-device's alone. What goes between the two while steps run goes through boxes that stay on the host
-instead, and a kernel copies it into one or out of it.
+MLX on CUDA puts arrays that the host makes or reads into managed memory. Managed memory migrates to
+the side that touches it, by page faults of 100 to 600 us each, and MLX reuses the same memory for
+arrays that only the device touches. So data exchanged while steps run goes through boxes that stay
+on the host, and a kernel copies it into a box or out of a box.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 
 THREADS = 256
 
-# Arrays of a size that are under way: those of some steps of some models, as the device fetches a
-# step's when it is through with the one before.
+# Most arrays of one size under way. The device fetches a step's arrays after the step before, so
+# this covers some steps of some models.
 UNDER_WAY = 32
 LEAST_ROOM = 1 << 14
 MOST_ROOM = 1 << 19
 """Words of the smallest and of the largest box for arrays."""
 
 TOKENS = 4096
-"""Words of a box for a step's tokens."""
+"""Words (32 bits) of a box for a step's tokens."""
 
 # Of cuMemAdvise (CUDA driver API, unified addressing).
 _PREFERRED_LOCATION, _ACCESSED_BY = 3, 5
@@ -73,14 +73,18 @@ FETCH = KernelSource(
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Memory of both: as the device knows it, and as the host sees it, (words,) uint32."""
+    """Memory that host and device share, (words,) uint32.
+
+    array: the memory as an MLX array. seen: the same memory as a numpy array.
+    """
 
     array: mx.array
     seen: NDArray[np.uint32]
 
     @staticmethod
     def of(words: int) -> Box:
-        """
+        """Return a new box of `words`, filled with zeros.
+
         Raises:
             OSError, RuntimeError: CUDA's driver does not keep memory on the host.
         """
@@ -94,27 +98,27 @@ class Box:
 
 
 class Carrier:
-    """The boxes of the process, for its MLX thread alone, and the kernels that carry words into
-    them and out of them.
+    """Boxes of the process, for its MLX thread only, with the kernels that copy words in and out.
 
-    A box is never given back: MLX would hand its memory out for arrays of the device's alone.
+    A box is never freed: MLX would reuse its memory for arrays that only the device touches.
     """
 
     def __init__(self, tell: Kernel, fetch: Kernel) -> None:
         self._tell = tell
         self._fetch = fetch
-        # By size; what was sent by each box last: the box is free once that is there.
+        # By size: each box with the array sent through it last. Once that array is evaluated, the
+        # box is free.
         self._sent: dict[int, deque[tuple[Box, mx.array]]] = defaultdict(deque)
         self._free: list[Box] = []
         self._made: list[Box] = []
-        # What is to set out together, where something is.
+        # Arrays to be sent together at the end of `together`; None outside of it.
         self._waiting: list[mx.array] | None = None
 
     def send(self, numbers: NDArray[np.int32]) -> mx.array:
-        """An array as `numbers`, of `MOST_ROOM` - 1 at most, under way to the device's memory.
+        """Return an array equal to `numbers`, already queued for copying to the device.
 
-        Nothing is left to be done with it: what is put together once and repeated takes it as it
-        is.
+        There are at most `MOST_ROOM` - 1 numbers. A recorded step that is repeated takes the array
+        as a plain input, since its copy is not part of the step.
         """
         room = max(LEAST_ROOM, 1 << numbers.size.bit_length())
         sent = self._sent[room]
@@ -136,7 +140,7 @@ class Carrier:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """See `together`; not one within the other."""
+        """Send arrays together; see the function `together`. Must not be nested."""
         waiting = self._waiting = []
         try:
             yield
@@ -152,8 +156,10 @@ class Carrier:
         return box
 
     def tell(self, tokens: mx.array) -> tuple[mx.array, Box]:
-        """(1,), not evaluated: once it is, `tokens`, (n,) uint32, `TOKENS` at most, are in the box.
-        `release` it when they have been read."""
+        """Return an unevaluated array (1,), and the box that holds `tokens` once it is evaluated.
+
+        tokens: (n,) uint32, `TOKENS` at most. `release` the box after reading them.
+        """
         box = self._free.pop() if self._free else self._box(TOKENS)
         (told,) = self._tell(
             inputs=[tokens, box.array],
@@ -173,7 +179,7 @@ class Carrier:
         return box
 
     def check(self) -> str | None:
-        """What is wrong, if words do not arrive as they are sent."""
+        """Return an error if words do not arrive as they are sent, else None."""
         for first in (5, 2**31 - 1 - THREADS):
             numbers = np.arange(first, first + THREADS + 1, dtype=np.int64).astype(np.int32)
             there = self.send(numbers)
@@ -192,7 +198,7 @@ def _grid(words: int) -> tuple[int, int, int]:
 
 @cache
 def carrier() -> Carrier | Unsupported:
-    """What carries words, if that has been seen to work on the default device."""
+    """Return the carrier of the default device, checked once; `Unsupported` if it fails."""
     device = cuda_device()
     if isinstance(device, Unsupported):
         return device
@@ -200,7 +206,7 @@ def carrier() -> Carrier | Unsupported:
     try:
         wrong = found.check()
     except (OSError, RuntimeError) as error:
-        # Of the compiler, of the driver, or of a driver without these functions.
+        # The compiler or the driver failed, or the driver lacks these functions.
         wrong = str(error)
     if wrong is None:
         return found
@@ -210,8 +216,10 @@ def carrier() -> Carrier | Unsupported:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """What is sent within sets out at its end, all at once: to queue is to give up Python's lock,
-    and to wait for it again."""
+    """Queue all arrays sent within this context at its end, at once.
+
+    Queueing each by itself would release the GIL and wait for it each time.
+    """
     match carrier():
         case Carrier() as found:
             with found.together():
@@ -221,7 +229,7 @@ def together() -> Iterator[None]:
 
 
 def send(numbers: NDArray[np.int32]) -> mx.array:
-    """An array as `numbers`; under way to the device's memory if it is an NVIDIA GPU."""
+    """Return an array equal to `numbers`; on an NVIDIA GPU, already queued for copying."""
     match carrier():
         case Carrier() as found if 0 < numbers.size < MOST_ROOM:
             return found.send(numbers)

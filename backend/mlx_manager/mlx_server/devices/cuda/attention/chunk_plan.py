@@ -1,7 +1,7 @@
-"""Which thread block attends which queries of prompts' chunks over which part of their context.
+"""Work list of prompts' chunks: the queries and the part of their context of each thread block.
 
-Blocks of few queries far into a prompt would leave most of a GPU without work: their contexts are
-cut, and the block of a tile of queries that ends last merges the parts.
+If there are few queries with a long context, whole contexts would leave most of a GPU idle. So
+contexts are cut, and of the blocks that share a tile of queries the last to end merges the parts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CUTS = (2, 3, 4, 6, 8)
 MOST_PARTS = 1024
 """Partial results of a launch for each key/value head; the kernels' counters are sized by it."""
 
-# On an H200; see `cut`.
+# Measured on an H200, in tokens; see `cut`.
 START = 256
 MERGE = 384
 LEAST = 512
-# Estimates are no better than this.
+# A cut must shorten the estimated time to this fraction, since estimates are no more exact.
 GAIN = 0.95
 
 
@@ -38,9 +38,9 @@ GAIN = 0.95
 class QueryRun:
     """Consecutive queries of one sequence.
 
-    first: the number of the first among the step's queries. row: of the page table. length: tokens
-    that the first sees, itself included; each one sees a token more than the one before. One query
-    of length 0 is padding.
+    first: index of the first query among the step's queries. count: number of queries. row: row of
+    the page table. length: tokens that the first query sees, itself included; each query sees one
+    token more than the query before. A single query of length 0 is padding.
     """
 
     first: int
@@ -51,8 +51,11 @@ class QueryRun:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How a launch is shared out: a block takes `queries` of a key/value head and walks their
-    context in tiles of `tokens`; `at_once` blocks run at a time."""
+    """Division of a launch into blocks.
+
+    queries: queries of a key/value head that a block takes. tokens: tokens of a tile of the
+    context. kv_heads: key/value heads. at_once: blocks that run at a time.
+    """
 
     queries: int
     tokens: int
@@ -62,8 +65,11 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """items: (work, FIELDS) int32, those that take longest first. parts: partial results for each
-    key/value head, 0 if no context is cut."""
+    """Work list of a launch.
+
+    items: (work, FIELDS) int32, in order of falling run time. parts: partial results for each
+    key/value head, 0 if no context is cut.
+    """
 
     items: mx.array
     parts: int
@@ -82,12 +88,15 @@ def cut(
     merge: int = MERGE,
     least: int = LEAST,
 ) -> ChunkPlan:
-    """Cut queries into what blocks take, and their contexts where that ends sooner.
+    """Cut queries into tiles of a block, and their contexts where the launch then ends sooner.
 
     Args:
+        runs: queries of the launch.
+        blocks: division of the launch.
         window: tokens that a query looks back on, the current one included.
-        start, merge: what a block takes to begin and end, and beyond that if its context is cut,
-            in the time to attend so many tokens. least: tokens that a part has at least.
+        start: time of a block to begin and end, as the tokens attended in the same time.
+        merge: additional time if the context is cut, in the same unit.
+        least: fewest tokens of a part.
     """
     tiles = np.array(
         [
@@ -120,7 +129,7 @@ def cut(
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """See `cut`; `least` is in tiles."""
+    """Estimated costs of a launch; see `cut`. `least` is in tiles."""
 
     blocks: Blocks
     start: int
@@ -128,9 +137,9 @@ class _Costs:
     least: int
 
     def parts(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Into how many parts to cut contexts of `sizes` tiles each."""
+        """Return the numbers of parts to cut contexts of `sizes` tiles into."""
         best = np.ones_like(sizes)
-        # With several blocks to each place there is little to gain.
+        # With several waves of blocks there is little to gain.
         if len(sizes) * self.blocks.kv_heads > 4 * self.blocks.at_once:
             return best
         soonest = self._time(sizes, best)
@@ -145,8 +154,11 @@ class _Costs:
         return best
 
     def _time(self, sizes: npt.NDArray[np.int64], parts: npt.NDArray[np.int64]) -> float:
-        """When the last block ends, in tokens: the longest lower bound of those that hold for any
-        order (Graham, Bounds on multiprocessing timing anomalies, 1969)."""
+        """Return the estimated end of the last block, in tokens.
+
+        The estimate is the largest of the lower bounds that hold for any order of the blocks
+        (Graham, Bounds on multiprocessing timing anomalies, 1969).
+        """
         each = sizes / parts * self.blocks.tokens + self.start + np.where(parts > 1, self.merge, 0)
         times = np.repeat(np.sort(each.repeat(parts))[::-1], self.blocks.kv_heads)
         places = self.blocks.at_once

@@ -1,4 +1,4 @@
-"""How a thread block attends its share of prompts' chunks: the forms of the two kernels."""
+"""Tile sizes of the two kernels that attend prompts' chunks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MEETING = 8
 
 @dataclass(frozen=True, slots=True)
 class WarpTiles:
-    """A block of the kernel for any device: `warps` of 16 rows, and `tokens` to a tile."""
+    """Block of the kernel for any device: `warps` of 16 rows each, and tiles of `tokens`."""
 
     warps: int
     tokens: int
@@ -74,11 +74,13 @@ class WarpTiles:
 
 @dataclass(frozen=True, slots=True)
 class GroupTiles:
-    """A block of the kernel for compute capability 9.0: `groups` of warps of 64 rows, `tokens` to
-    a tile, and as many tiles in `stages` of shared memory.
+    """Block of the kernel for compute capability 9.0.
+
+    groups: groups of four warps, with 64 rows each. tokens: tokens of a tile. stages: tiles of keys
+    and of values in shared memory.
 
     A group's accumulators of scores and output are in registers, (tokens + head_dim) / 2 a thread,
-    and beside them half of the former for the weights.
+    and in addition tokens / 4 registers hold the weights.
     """
 
     groups: int
@@ -137,15 +139,15 @@ def _options(variant: Variant) -> str:
 
 
 def _in_groups(head_dim: int) -> GroupTiles:
-    """As measured on an H200."""
+    """Return the fastest tiles for heads of this size, as measured on an H200."""
     if head_dim <= 64:
         return GroupTiles(2, 64, 3)
     return GroupTiles(2, 96, 4) if head_dim <= 128 else GroupTiles(2, 64)
 
 
 def tiles_for(shape: AttentionShape, device: CudaDevice) -> list[Tiles]:
-    """What serves `shape` on `device`, the best first."""
-    # As many tokens as leave room for two blocks on a multiprocessor.
+    """Return the tiles that serve `shape` on `device`, the best first."""
+    # Take as many tokens as leave room for two blocks on a multiprocessor.
     half = device.multiprocessor_memory // 2 - RESERVED_PER_BLOCK
     choices = (WarpTiles(WARPS, tokens) for tokens in (64, 32))
     fitting = (tiles for tiles in choices if tiles.shared_memory(shape) <= half)

@@ -34,12 +34,12 @@ from mlx_manager.mlx_server.devices.kernel import (
     real,
 )
 
-# Elements of a head: what a tile's rows attend to is kept in registers, up to 128 of a thread.
+# Most elements of a head: a tile's output is kept in registers, up to 128 of a thread.
 MOST_DIM = 256
 
 
 def chunk_kernels(shape: AttentionShape) -> list[ChunkKernels] | Unsupported:
-    """What can attend the queries of prompts' chunks on the default device, the best first."""
+    """Return the kernels for queries of prompts' chunks on the default device, the best first."""
     if shape.group > WARPS * 16:
         return Unsupported(f"{shape.group} query heads a key/value head")
     if shape.head_dim > MOST_DIM:
@@ -51,7 +51,7 @@ def chunk_kernels(shape: AttentionShape) -> list[ChunkKernels] | Unsupported:
 
 
 class ChunkKernels:
-    """Serves one shape; nothing is compiled before the first use."""
+    """Kernels for one shape; nothing is compiled before the first use."""
 
     def __init__(self, shape: AttentionShape, device: CudaDevice, tiles: Tiles) -> None:
         self.shape = shape

@@ -40,36 +40,37 @@ from mlx_manager.mlx_server.devices.kernel import (
 HEADS_SOURCE = Path(__file__).with_name("heads.cu")
 _SOURCE = Path(__file__).with_name("attention.cu")
 
-# Query heads of a block, two columns of 8 of a product. Registers have room for one column of the
-# output of wide heads.
+# Most query heads of a block: two columns of 8 of a matrix product. For wide heads registers have
+# room for one column of the output.
 MOST_HEADS = 16
 MOST_WIDE_HEADS = 8
 WIDE = 256
-# Warps of a block: the most that there is room for with two stages.
+# Warps of a block, in order of preference: the most that fit with two stages are taken.
 WARPS = (4, 3, 2, 1)
 MOST_STAGES = 3
 # Elements of a head that a thread writes.
 PIECE = 8
-# Blocks wanted in the place of each that the device has room for at a time. Where contexts are
-# alike, up to so many times their average, one saves every other block's start and end; where they
-# are not, the end of a launch would be uneven.
+# Waves: blocks wanted for each block that the device has room for at a time. If contexts are alike
+# (the longest at most `ALIKE` times the average), one wave saves the start and end of every other
+# block. Otherwise one wave would leave the end of a launch uneven.
 WAVES = 2
 WAVES_OF_ALIKE = 1
 ALIKE = 1.25
-# Tokens that contexts have on average where blocks of few warps and stages do better: 64 rows of
-# 144 tokens take 16 instead of 20 us a layer of an 8B, of 640 tokens 52 instead of 49 (H200).
+# Average context, in tokens, up to which small blocks (few warps and stages) are faster: 64 rows of
+# 144 tokens take 16 instead of 20 us a layer of an 8B, but of 640 tokens 52 instead of 49 (H200).
 SHORT = 384
 SMALL_WARPS = 2
 SMALL_STAGES = 2
-# And where blocks of many warps do: 32 rows of 4 096 tokens take 67.8 instead of 69.2 us a layer of
-# a 1B, 48 98.5 instead of 99.8, 16 of an 8B 68.6 instead of 70; but 64 rows of 2 048 of a 1B, for
-# which there is no room at a time, 72.5 instead of 67.1 (H200).
+# Average context, in tokens, from which on tall blocks (many warps) are faster. With 4 096 tokens,
+# 32 rows take 67.8 instead of 69.2 us a layer of a 1B, 48 rows 98.5 instead of 99.8, and 16 rows
+# of an 8B 68.6 instead of 70. But 64 rows of 2 048 tokens of a 1B, whose blocks do not fit at a
+# time, take 72.5 instead of 67.1 (H200).
 LONG = 1024
 TALL_WARPS = 8
 TALL_STAGES = 2
-# Part of the blocks that there is room for.
+# Tall blocks must fill more than this fraction of the blocks that the device has room for.
 TALL_LEAST = 0.6
-# Heads of one token that a thread has a share of in `rotate_and_write`.
+# Heads of one token that each thread works on in `rotate_and_write`.
 HEADS_EACH = 4
 MOST_QUERIES = 4096
 
@@ -81,10 +82,11 @@ def build(shape: AttentionShape) -> CudaKernels | Unsupported:
 
 @dataclass(frozen=True, slots=True)
 class CudaLaunch:
-    """Warps a block, shared-memory stages a warp, and what follows from them.
+    """Warps of a block, shared-memory stages of a warp, and the figures that follow from them.
 
-    `fresh` is where a fused step's own data begins in the block's `shared_memory` bytes. `waves` of
-    blocks are wanted, whatever the contexts; by what they are if None.
+    fresh: offset of a fused step's own data in the block's `shared_memory` bytes. resident: blocks
+    that run at a time on a multiprocessor. waves: waves of blocks that are wanted; if None, the
+    contexts decide.
     """
 
     warps: int
@@ -113,10 +115,11 @@ class CudaLaunch:
 
     @staticmethod
     def choose(shape: AttentionShape, device: CudaDevice) -> CudaLaunch:
-        """As many stages as leave room for two blocks on a multiprocessor, so that one's start
-        and end hide behind the other's loads; failing that, as many as fit.
+        """Choose warps and stages for `shape`.
 
-        One warp with two stages fits on every device that `device_for` finds.
+        The stages are as many as leave room for two blocks on a multiprocessor, so that the start
+        and end of one block overlap with the loads of the other; failing that, as many as fit. One
+        warp with two stages fits on every device that `device_for` finds.
         """
         stages = range(MOST_STAGES, 1, -1)
         by_warps = [[CudaLaunch.of(shape, device, warps, n) for n in stages] for warps in WARPS]
@@ -129,12 +132,12 @@ class CudaLaunch:
         return self.shared_memory <= device.block_memory
 
     def blocks(self, device: CudaDevice) -> int:
-        """That the device has room for at a time."""
+        """Return how many blocks the device has room for at a time."""
         return device.multiprocessors * self.resident
 
 
 class CudaKernels(LaunchedKernels):
-    """The CUDA kernels, which find in their work list whether a context is divided."""
+    """CUDA kernels of decode attention; the work list says whether a context is divided."""
 
     _merges = False
 
@@ -147,7 +150,7 @@ class CudaKernels(LaunchedKernels):
         self._heads = heads_per_block(shape)
         self._blocks = blocks_per_item(shape)
         self._kernels: dict[Variant, Kernel] = {}
-        # Blocks of a query that have arrived; the kernel leaves every counter at 0.
+        # Counters of each query's finished blocks; the kernel leaves every counter at 0.
         self._arrivals = mx.zeros((MOST_QUERIES * self._blocks,), mx.int32)
         mx.eval(self._arrivals)
 
@@ -227,7 +230,10 @@ def blocks_for(
     blocks_per_item: int,
     rooms: Mapping[BlockKind, int],
 ) -> BlockKind:
-    """What does best for contexts. `rooms`: blocks that the device has room for at a time."""
+    """Return the kind of blocks that is fastest for these contexts.
+
+    rooms: for each kind, the blocks that the device has room for at a time.
+    """
     seen = _seen(lengths, window)
     if len(seen) * blocks_per_item > rooms[BlockKind.USUAL] and bool(seen.mean() <= SHORT):
         return BlockKind.SMALL
@@ -239,7 +245,7 @@ def blocks_for(
 
 
 def waves_for(lengths: Lengths, window: int | None) -> int:
-    """How many waves of blocks contexts are cut for. Rows of padding do not count."""
+    """Return the waves of blocks that contexts are cut for. Rows of padding do not count."""
     seen = _seen(lengths, window)
     alike = seen.max(initial=0) * np.count_nonzero(seen) <= ALIKE * seen.sum()
     return WAVES_OF_ALIKE if alike else WAVES
@@ -291,7 +297,7 @@ def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -
 
 
 def writer(of: Pools) -> Writer:
-    """Of heads that have a multiple of `PIECE` elements."""
+    """Return the writer for heads that have a multiple of `PIECE` elements."""
     threads = -(-of.kv_heads * of.widest // PIECE // THREADS) * THREADS
     kernel = compiled_for_cuda(write_source(of), ensure_row_contiguous=False)
     return Writer(kernel, threads, THREADS)
@@ -337,11 +343,14 @@ def rotate_source(shape: AttentionShape, rotary: Rotary) -> KernelSource:
 
 
 def rotate_threads(shape: AttentionShape, tokens: int) -> int:
-    """Of the launch that `rotate_source` is for: whole blocks."""
+    """Return the threads of the launch that `rotate_source` is for, in whole blocks."""
     sets = -(-(shape.q_heads + 2 * shape.kv_heads) // HEADS_EACH)
     return -(-tokens * sets * _lanes(shape) // THREADS) * THREADS
 
 
 def _lanes(shape: AttentionShape) -> int:
-    """Threads that share a head, 16 elements each: a power of two, so that none is in two warps."""
+    """Return the threads that share a head, 16 elements each, rounded up to a power of two.
+
+    So no head is divided between two warps.
+    """
     return 1 << (shape.head_dim // 16 - 1).bit_length()

@@ -1,4 +1,4 @@
-"""What a decode step begins with, in one launch on an NVIDIA GPU, from opening.cu."""
+"""First launch of a decode step on NVIDIA GPUs, from opening.cu: embeddings and rotations."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ _SOURCE = Path(__file__).with_name("opening.cu")
 
 @dataclass(frozen=True, slots=True)
 class Turning:
-    """A kind of rotation but for its frequencies: `dims` elements of each head, whose pairs are
-    neighbours when `traditional`, else half of `dims` apart, and are multiplied by `amplitude`."""
+    """Kind of rotation, without its frequencies.
+
+    dims: elements of each head that are rotated. traditional: pairs are neighbours, else half of
+    `dims` apart. amplitude: factor of the rotated elements.
+    """
 
     dims: int
     traditional: bool
@@ -42,8 +45,10 @@ BuildOpening = Callable[[Weight, Sequence[Turning], float | None], "OpeningKerne
 def build(
     embeddings: Weight, turnings: Sequence[Turning], scale: float | None
 ) -> OpeningKernel | Unsupported:
-    """The kernel for `embeddings`, (vocabulary, width), on the default device. scale: a number of
-    their type that they are multiplied by, if they are."""
+    """Return the kernel for `embeddings`, (vocabulary, width), on the default device.
+
+    scale: factor of the embeddings, a number of their type; None for no factor.
+    """
     device = device_for(embeddings.dtype)
     if isinstance(device, Unsupported):
         return device
@@ -58,7 +63,7 @@ def build(
 
 
 def is_served(embeddings: Packed) -> bool:
-    """Whether the kernel knows how they are packed: whole integers in a word."""
+    """Return whether the kernel supports the packing: whole integers in a word."""
     return embeddings.mode == "affine" and embeddings.bits in (2, 4, 8)
 
 
@@ -66,9 +71,10 @@ class OpeningKernel:
     """Embeddings, lengths and rotations of a step's newest tokens.
 
     Attributes:
-        lengths: (MOST_QUERIES,) int32, with the newest token, 0 for padding. rotations: for each
-            kind what `PagedKernels.attend_fused` takes, (MOST_QUERIES, dims) float32. The first
-            rows of both are the last step's, written in place.
+        lengths: (MOST_QUERIES,) int32, tokens of each row including the newest; 0 for padding.
+        rotations: for each kind the rotations that `PagedKernels.attend_fused` takes,
+            (MOST_QUERIES, dims) float32. The first rows of both are the last step's, written in
+            place.
     """
 
     def __init__(self, kernel: Kernel, embeddings: Weight, turnings: Sequence[Turning]) -> None:
@@ -84,15 +90,16 @@ class OpeningKernel:
         before: mx.array,
         frequencies: Sequence[mx.array],
     ) -> tuple[mx.array, mx.array]:
-        """
+        """Look up the embeddings of a step's newest tokens, and write `lengths` and `rotations`.
+
         Args:
-            tokens: (rows,) uint32, of the vocabulary; `MOST_QUERIES` at most.
-            before: (rows,) int32, tokens of each row before that one; 0 for padding.
+            tokens: (rows,) uint32 of the vocabulary; `MOST_QUERIES` rows at most.
+            before: (rows,) int32, tokens of each row before the newest; 0 for padding.
             frequencies: of each kind of rotation, (dims / 2,) float32 radians a position.
 
         Returns:
-            (rows, width) embeddings, without which nobody may read `lengths` and `rotations`; and
-            what is `before` the next step.
+            (rows, width) embeddings, and `before` for the next step. Launches that read `lengths`
+            and `rotations` must depend on the embeddings.
         """
         rows = tokens.shape[0]
         if rows > MOST_QUERIES:

@@ -1,1 +1,1 @@
-"""CUDA's compiler, the instructions, and what the devices have room for."""
+"""CUDA's compiler, instructions of some GPUs, and limits of the devices."""

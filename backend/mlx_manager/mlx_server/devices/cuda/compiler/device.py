@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: what they have room for, and how CUDA names the elements of arrays."""
+"""NVIDIA GPUs: their limits, and CUDA's names of the element types of arrays."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from mlx_manager.mlx_server.devices.kernel import Kernel, Unsupported
 TYPES: dict[Any, str] = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 DEVICE_SOURCE = Path(__file__).with_name("device.cu")
 
-# Of shared memory, in bytes, by CUDA itself.
+# Shared memory that CUDA itself reserves, in bytes.
 RESERVED_PER_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """Shared memory in bytes that a block and a multiprocessor have.
+    """Limits of an NVIDIA GPU.
 
-    `multiplies_in_groups`: whether it has the instructions of hopper.py.
+    multiprocessors: number of multiprocessors. block_memory, multiprocessor_memory: bytes of shared
+    memory that a block and a multiprocessor have. multiplies_in_groups: whether the GPU has the
+    instructions of hopper.py.
     """
 
     multiprocessors: int
@@ -33,14 +35,17 @@ class CudaDevice:
 
 
 def device_for(dtype: mx.Dtype) -> CudaDevice | Unsupported:
-    """The default device, if kernels for arrays of `dtype` run on it."""
+    """Return the default device, if kernels for arrays of `dtype` run on it."""
     if dtype not in TYPES:
         return Unsupported(f"{dtype}: the CUDA kernels serve bfloat16 and float16")
     return cuda_device()
 
 
 def cuda_device() -> CudaDevice | Unsupported:
-    """Limits by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+    """Return the limits of the default device, if it is an NVIDIA GPU that the kernels support.
+
+    Source: CUDA C++ Programming Guide, technical specifications per compute capability.
+    """
     if mx.default_device().type != mx.gpu or mx.metal.is_available():
         return Unsupported("the default device is no NVIDIA GPU")
     info = mx.device_info()

@@ -23,14 +23,21 @@ TILE_ALIGNMENT = 1024
 
 @dataclass(frozen=True, slots=True)
 class GroupProduct:
-    """One instruction: `columns`, N, a multiple of 8; where A is; how B lies in its tile."""
+    """One warpgroup instruction.
+
+    columns: N, a multiple of 8. a_in_registers: A is in registers, not in shared memory. across:
+    layout of B in its tile, see above.
+    """
 
     columns: int
     a_in_registers: bool = False
     across: bool = False
 
     def text(self, element: str) -> str:
-        """The function `multiply_group`, for matrices of `element`, "bf16" or "f16"."""
+        """Return the function `multiply_group`, or `multiply_group_across`, as source text.
+
+        element: type of the matrices, "bf16" or "f16".
+        """
         count = self.columns // 2
         type_name = {"bf16": "__nv_bfloat16", "f16": "__half"}[element]
         numbers = ", ".join(f"%{i}" for i in range(count))
@@ -57,6 +64,6 @@ class GroupProduct:
 
 
 def instructions(products: Iterable[GroupProduct]) -> str:
-    """Source of these products, for both element types, in the kernels' namespace."""
+    """Return the source of `products`, for both element types, in the kernels' namespace."""
     text = "".join(p.text(element) for p in products for element in ("bf16", "f16"))
     return f"#ifndef EMULATED\nnamespace kernels {{\n{text}}}\n#endif\n"

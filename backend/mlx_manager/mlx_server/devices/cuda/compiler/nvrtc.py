@@ -1,14 +1,15 @@
-"""NVRTC, CUDA's compiler, as MLX's CUDA build calls it for kernels of ours: answered sooner.
+"""Interception of MLX's calls of NVRTC, CUDA's compiler, to compile our kernels faster.
 
-MLX compiles a custom kernel in every process that launches it, on the thread that steps, and nine
-tenths of what it has compiled are headers, of its own and CUDA's, that ours don't use: 1.4 to 3.4 s
-for what takes 0.25 s without them. It does not keep the code, as it does with its own kernels', and
-others can bring it at a cost only: a precompiled kernel is hashed whole at every launch. So its
-calls of NVRTC come here. What needs its headers gets them.
+MLX compiles a custom kernel in every process that launches it, on the thread that steps. Nine
+tenths of the source are headers, of MLX and CUDA, that our kernels don't use: 1.4 to 3.4 s for a
+kernel that takes 0.25 s without them. MLX keeps the code of its own kernels on disk, but not that
+of custom ones, and a precompiled kernel is hashed whole at every launch. So MLX's calls of NVRTC
+come here, where kernels are compiled without the headers and kept on disk. A kernel that does not
+compile without MLX's headers is compiled with them.
 
-Of a kernel that it compiles itself MLX copies the text when a launch is put together, and hashes it
-when it is queued: 5 us of a launch's 10, with 20 kB. So it is given a line that stands for most of
-that (`abbreviated`), which becomes the text again here.
+MLX also copies the text of a custom kernel when a launch is created, and hashes it when the launch
+is queued: 5 us of a launch's 10, with 20 kB. So MLX is given one line that stands for most of the
+text (`abbreviated`); it is replaced by the text here.
 
 Source: mlx/backend/cuda/jit_module.cpp, custom_kernel.cpp; NVRTC's manual.
 """
@@ -43,7 +44,7 @@ MLX_HEADERS = b"""
 #include <cooperative_groups.h>
 
 """
-"""What MLX begins a custom kernel's text with."""
+"""Beginning of the text that MLX generates for a custom kernel."""
 
 OUR_HEADERS = b"""
 #include "mlx/backend/cuda/device/config.h"
@@ -68,16 +69,18 @@ using Shape = Dimensions<int32_t>;
 using Strides = Dimensions<int64_t>;
 }  // namespace mlx::core::cu
 """
-"""What the text of a kernel that MLX puts together rests on, of the same layout."""
+"""Replacement of `MLX_HEADERS`: the declarations that MLX's generated text needs, with the same
+layout as in MLX."""
 
 MACHINE_CODE = b"--gpu-architecture=sm_"
-"""How an option begins that asks for a GPU's own code, not for PTX."""
+"""Beginning of the option that asks for a GPU's machine code instead of PTX."""
 
 ALL_CORES = b"--split-compile=0"
-"""The option to compile a module's kernels by as many threads as there are cores: of MLX's own a
-module has 20 to 90, 41 s for a new machine's twelve, and 30 with it (NVRTC 13, 16 cores)."""
+"""Option to compile a module's kernels with as many threads as there are cores. MLX's own modules
+have 20 to 90 kernels; the twelve modules of a new machine take 41 s, and 30 s with this option
+(NVRTC 13, 16 cores)."""
 KNOWS_ALL_CORES = 13
-"""The major release of NVRTC from which on it was seen to work."""
+"""First major release of NVRTC for which `ALL_CORES` was seen to work."""
 
 POINTER, INT = ctypes.c_void_p, ctypes.c_int
 SIGNATURES = {
@@ -95,29 +98,28 @@ SUCCESS, NO_SUCH_NAME = 0, 10
 
 _ABBREVIATED = re.compile(rb'#include "mlx-manager/[0-9a-f]{64}"\n')
 _TEXTS: dict[bytes, bytes] = {}
-"""What is abbreviated, by the line that stands for it."""
+"""Abbreviated texts, by the line that stands for each."""
 
 _STANDING: list[Compiler] = []
-"""Libraries call them, which keeps nothing alive."""
+"""Compilers in use, kept alive here: calls from a C library hold no reference to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What NVRTC makes of a kernel: its machine code (cubin), and what the code calls each of the
-    names that were asked for."""
+    """Compiled kernel: its machine code (cubin), and the mangled form of each requested name."""
 
     cubin: bytes
     mangled: dict[bytes, bytes]
 
     def packed(self) -> bytes:
-        """With a digest, as a file may be cut off, or spoiled."""
+        """Return the code as bytes with a digest, since a file may be cut off or corrupted."""
         names = {name.decode(): mangled.decode() for name, mangled in self.mangled.items()}
         content = json.dumps(names).encode() + b"\n" + self.cubin
         return hashlib.sha256(content).digest() + content
 
     @staticmethod
     def unpacked(packed: bytes) -> Code | None:
-        """None: that is not what was packed."""
+        """Return the code in `packed`; None if the digest does not match."""
         digest, content = packed[:32], packed[32:]
         if hashlib.sha256(content).digest() != digest:
             return None
@@ -127,7 +129,10 @@ class Code:
 
 
 class Shelf:
-    """Code on disk, by what it was compiled from. folder: None where there is none."""
+    """Compiled code on disk, by a hash of its source and options.
+
+    folder: folder of the files; None to keep nothing.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -141,7 +146,7 @@ class Shelf:
             return None
 
     def put(self, key: str, code: Code | None) -> None:
-        """Whole or not at all: other processes read here."""
+        """Write the code atomically, since other processes read the same folder."""
         if self._folder is None or code is None:
             return
         try:
@@ -161,10 +166,11 @@ class Shelf:
 
 @dataclass(slots=True)
 class Program:
-    """A custom kernel that MLX wants compiled.
+    """Custom kernel that MLX wants compiled.
 
-    ours: another program, of the same kernel under our headers; 0 if NVRTC made none.
-    code: what MLX is given; None where its own program is.
+    text: source with MLX's headers. ours: handle of a second program, with the same kernel under
+    our headers; 0 if NVRTC made none. names: names that MLX asks for. code: code that MLX is given;
+    None if MLX is given the result of its own program.
     """
 
     text: bytes
@@ -174,7 +180,7 @@ class Program:
 
 
 class Compiler:
-    """Stands between a library and the NVRTC that it is linked with."""
+    """Intermediary between a library and the NVRTC that the library is linked with."""
 
     def __init__(self, library: ctypes.CDLL, shelf: Shelf) -> None:
         self._nvrtc = {name: library[name] for name in SIGNATURES}
@@ -199,7 +205,7 @@ class Compiler:
 
     @property
     def entries(self) -> dict[str, int]:
-        """The addresses that answer, by the function's name; as long as this lives."""
+        """Addresses of the replacement functions, by name; valid while this compiler lives."""
         addresses = {}
         for name, entry in self._entries.items():
             address = ctypes.cast(entry, POINTER).value
@@ -209,10 +215,10 @@ class Compiler:
 
     @property
     def programs(self) -> int:
-        """Custom kernels that are being compiled."""
+        """Number of custom kernels that are being compiled."""
         return len(self._programs)
 
-    # --- What is asked. Pointers are ints; 0, or None, is NULL --------------------------------
+    # --- Replacement functions. Pointers are ints; 0, or None, is NULL ------------------------
 
     def _create(self, out: int, text: int, *named_and_headers: int) -> int:
         content = _ABBREVIATED.sub(lambda line: _TEXTS[line[0]], ctypes.string_at(text))
@@ -255,7 +261,7 @@ class Compiler:
         mangled = code.mangled.get(ctypes.string_at(name))
         if mangled is None:
             return NO_SUCH_NAME
-        # These very bytes, which live as long as the program.
+        # The pointer is to these very bytes, which live as long as the program.
         _pointer_at(out).value = ctypes.cast(ctypes.c_char_p(mangled), POINTER).value
         return SUCCESS
 
@@ -279,19 +285,19 @@ class Compiler:
             self._call("nvrtcDestroyProgram", ctypes.byref(POINTER(program.ours)))
         return self._call("nvrtcDestroyProgram", handle_at)
 
-    # --- How it is answered -------------------------------------------------------------------
+    # --- Implementation -----------------------------------------------------------------------
 
     def _call(self, name: str, *arguments: object) -> int:
         result: int = self._nvrtc[name](*arguments)
         return result
 
     def _code_for(self, handle: int) -> Code | None:
-        """What is given for this program; None if NVRTC is to be asked."""
+        """Return the code that MLX is given for this program; None if NVRTC is to be asked."""
         program = self._programs.get(handle)
         return None if program is None else program.code
 
     def _compile_module(self, handle: int, count: int, options: int) -> int:
-        """What MLX keeps by itself."""
+        """Compile a program that is not one of our kernels, with all cores if NVRTC can."""
         if self._release[0] < KNOWS_ALL_CORES:
             return self._call("nvrtcCompileProgram", handle, count, options)
         given = [_pointer_at(options, place).value for place in range(count)]
@@ -327,7 +333,7 @@ class Compiler:
         return code
 
     def _code(self, handle: int, names: list[bytes]) -> Code | None:
-        """Of a program that NVRTC has compiled."""
+        """Return the code of a program that NVRTC has compiled; None if NVRTC fails."""
         size = ctypes.c_size_t()
         if self._call("nvrtcGetCUBINSize", handle, ctypes.byref(size)):
             return None
@@ -348,11 +354,12 @@ def _pointer_at(address: int, place: int = 0) -> ctypes.c_void_p:
 
 
 def answer(library: Path, shelf: Shelf) -> Compiler | None:
-    """Have the calls that `library`, loaded if need be, makes of NVRTC come to a `Compiler` for
-    the rest of the process. None: it makes none.
+    """Redirect the calls of NVRTC by `library` to a `Compiler`, for the rest of the process.
+
+    The library is loaded if need be. Returns None if it does not call NVRTC.
 
     Raises:
-        OSError: it can't be loaded, or the kernel forbids to redirect its calls.
+        OSError: the library can't be loaded, or the operating system forbids the redirection.
     """
     loaded = ctypes.CDLL(str(library))
     slots = imported_slots(library, ANSWERED)
@@ -368,8 +375,10 @@ def answer(library: Path, shelf: Shelf) -> Compiler | None:
 
 @cache
 def answer_mlx() -> Compiler | None:
-    """The same for MLX, once a process, before it computes. None: its build does not use NVRTC, or
-    its calls can't be redirected."""
+    """Redirect MLX's calls of NVRTC, once a process, before MLX computes; see `answer`.
+
+    Returns None if MLX's build does not use NVRTC, or if its calls can't be redirected.
+    """
     library = file_of_package("mlx", "lib/libmlx.so") if sys.platform == "linux" else None
     if library is None:
         return None
@@ -386,8 +395,10 @@ def answer_mlx() -> Compiler | None:
 
 
 def abbreviated(text: str) -> str:
-    """A line that stands for lines of a custom kernel's text, for as long as this process lives; or
-    the lines themselves, where MLX's calls of NVRTC do not come here."""
+    """Return a line that stands for `text` in a custom kernel's source, in this process.
+
+    The line is `text` itself if MLX's calls of NVRTC are not redirected.
+    """
     if not text or answer_mlx() is None:
         return text
     line = f'#include "mlx-manager/{hashlib.sha256(text.encode()).hexdigest()}"\n'

@@ -1,1 +1,1 @@
-"""Layers that keep a state, on NVIDIA GPUs."""
+"""Layers with a recurrent state, on NVIDIA GPUs."""

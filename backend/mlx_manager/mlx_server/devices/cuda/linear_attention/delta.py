@@ -36,7 +36,7 @@ TAPS = (2, 4, 8)
 RELATE_WARPS = 4
 THREADS = 256
 CHUNK_THREADS = 64
-# Of a head's matrix, rows that a block has.
+# Rows of a head's matrix that a block has.
 BLOCK_ROWS = 32
 # Tokens of a piece, and pieces that a block has at a time.
 PIECE = 16
@@ -47,15 +47,18 @@ _FIGURES = 3 * PIECE
 
 @dataclass(frozen=True, slots=True)
 class StepForm:
-    """By how many blocks of how many warps a head's token is computed."""
+    """Launch parameters for one token of a head: `warps` of a block, and `splits`, its blocks."""
 
     warps: int
     splits: int
 
     @staticmethod
     def of(shape: DeltaShape, rows: int) -> StepForm:
-        """Of few rows a head is one block's: 1 and 8 rows of 32 heads take 12.8 and 20.3 us so, and
-        22.9 and 18.4 by blocks of 32 rows of its matrix (H100)."""
+        """Return the parameters for a step of `rows`: with few rows, one block for each head.
+
+        With 32 heads, 1 and 8 rows take 12.8 and 20.3 us so, and 22.9 and 18.4 us with a block for
+        each 32 rows of a head's matrix (H100).
+        """
         if rows * shape.value_heads <= _FEW_HEADS:
             return StepForm(16, 1)
         return StepForm(4, shape.value_dim // BLOCK_ROWS)
@@ -66,12 +69,13 @@ _FEW_HEADS = 128
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """The spans of a step with prompts in it.
+    """Spans (consecutive tokens of one row) of a step with prompts in it.
 
-    spans: (n, 5) int32, of each its first token in the step, how many tokens, the slot, the
-    position of the first and the number of its first piece; a slot of -1 is padding, which has no
-    pieces. pieces: (m, 4) int32, of up to `PIECE` tokens of a span: the first, how many, the slot
-    if it is the span's first piece, or -1, and the position of the first.
+    spans: (n, 5) int32, for each span: its first token in the step, number of tokens, slot,
+    position of the first token, and number of its first piece. A slot of -1 is padding, which has
+    no pieces. pieces: (m, 4) int32, for each piece of up to `PIECE` tokens of a span: its first
+    token, number of tokens, the slot if it is the span's first piece, else -1, and the position of
+    its first token.
     """
 
     spans: mx.array
@@ -81,9 +85,11 @@ class Texts:
     def of(
         counts: Sequence[int], slots: Sequence[int], positions: Sequence[int], tokens: int
     ) -> Texts:
-        """Of a step of so many tokens, those of spans one after another and then padding. counts,
-        slots, positions: of each span."""
-        # A last span for the padding, which may be none.
+        """Return the spans of a step of `tokens`, with one span after another and then padding.
+
+        counts, slots, positions: tokens, slot and first position of each span.
+        """
+        # Add a last span for the padding; it may be empty.
         lengths = np.array([*counts, tokens - sum(counts)])
         firsts = np.cumsum([0, *lengths[:-1]])
         numbers = -(-np.array(counts) // PIECE)
@@ -99,7 +105,7 @@ class Texts:
 
 
 class DeltaKernels:
-    """Launches for one shape."""
+    """Launches of the gated delta rule for one shape."""
 
     def __init__(self, shape: DeltaShape) -> None:
         self.shape = shape
@@ -109,7 +115,7 @@ class DeltaKernels:
         self._chunk = compiled_for_cuda(chunk_source(shape))
         self._finish = compiled_for_cuda(finish_source(shape))
         self._restore = compiled_for_cuda(restore_source(shape))
-        # Blocks of a head that have arrived; the kernel leaves every counter at 0.
+        # Counters of each head's finished blocks; the kernel leaves every counter at 0.
         self._arrivals = mx.zeros((MOST_QUERIES * shape.value_heads,), mx.int32)
         mx.eval(self._arrivals)
 
@@ -121,11 +127,11 @@ class DeltaKernels:
         lengths: mx.array,
         slots: mx.array,
     ) -> mx.array:
-        """One token of each row, (rows, values).
+        """Compute one token of each row, (rows, values).
 
-        heads: (rows, columns or more), what the first product gives. pool: `ring` and `states` of a
-        `StateStore`, written in place. lengths: (rows or more,) int32, tokens of each row, that one
-        included; 0 for padding. slots: (rows,) int32.
+        heads: (rows, columns or more), output of the first product. pool: `ring` and `states` of a
+        `StateStore`, written in place. lengths: (rows or more,) int32, tokens of each row including
+        this token; 0 for padding. slots: (rows,) int32.
         """
         rows = heads.shape[0]
         if rows > MOST_QUERIES:
@@ -146,7 +152,7 @@ class DeltaKernels:
     def chunks(
         self, heads: mx.array, weights: DeltaWeights, store: StateStore, texts: Texts
     ) -> mx.array:
-        """All tokens of a step with prompts in it, (tokens, values); writes to `store` in place."""
+        """Compute all tokens of a step with prompts, (tokens, values); write `store` in place."""
         of, tokens = self.shape, heads.shape[0]
         (convolved,) = self._convolve(
             inputs=[heads, texts.pieces, weights.convolution, store.ring],
@@ -180,7 +186,7 @@ class DeltaKernels:
         return out
 
     def restore(self, store: StateStore, slot: int, kept: list[mx.array]) -> None:
-        """Put a copy of a slot back, in place, once what is `written` has been evaluated."""
+        """Restore a slot from a copy, in place; it is done once `store.written` is evaluated."""
         (store.written,) = self._restore(
             inputs=[*kept, mx.array([slot], mx.int32), store.ring, store.states],
             grid=(64 * THREADS, 1, 1),
@@ -191,7 +197,7 @@ class DeltaKernels:
 
 
 class StateKernels(Protocol):
-    """What layers of a kind do with the states of their rows, written in place."""
+    """Kernels of one kind of layer with a recurrent state; states are written in place."""
 
     @property
     def shape(self) -> StateShape: ...
@@ -204,22 +210,25 @@ class StateKernels(Protocol):
         lengths: mx.array,
         slots: mx.array,
     ) -> mx.array:
-        """One token of each row. heads: (rows, columns or more), what the first product gives.
-        pool: of a `StateStore`. lengths: (rows or more,) int32, tokens of each row, that one
-        included; 0 for padding. slots: (rows,) int32."""
+        """Compute one token of each row.
+
+        heads: (rows, columns or more), output of the first product. pool: pool of a `StateStore`.
+        lengths: (rows or more,) int32, tokens of each row including this token; 0 for padding.
+        slots: (rows,) int32.
+        """
 
     def chunks(self, heads: mx.array, weights: Any, store: StateStore, texts: Texts) -> mx.array:
-        """All tokens of a step with prompts in it."""
+        """Compute all tokens of a step with prompts in it."""
 
     def restore(self, store: StateStore, slot: int, kept: list[mx.array]) -> None:
-        """Put a copy of a slot back, in place, once what is `written` has been evaluated."""
+        """Restore a slot from a copy, in place; it is done once `store.written` is evaluated."""
 
 
 BuildDelta = Callable[[DeltaShape], "DeltaKernels | Unsupported"]
 
 
 def build(shape: DeltaShape) -> DeltaKernels | Unsupported:
-    """The kernels for `shape` on the default device. Nothing is compiled before the first use."""
+    """Return the kernels for `shape` on the default device; their first use compiles them."""
     served = unserved(shape)
     if served is not None:
         return Unsupported(served)
@@ -228,7 +237,7 @@ def build(shape: DeltaShape) -> DeltaKernels | Unsupported:
 
 
 def unserved(shape: DeltaShape) -> str | None:
-    """Why the kernels do not serve layers of these sizes."""
+    """Return why the kernels do not serve layers of these sizes; None if they do."""
     if shape.key_dim not in DIMS or shape.value_dim not in DIMS:
         return (
             f"heads of {shape.key_dim} and {shape.value_dim} elements: there are kernels of {DIMS}"
@@ -239,7 +248,7 @@ def unserved(shape: DeltaShape) -> str | None:
 
 
 def _blocks(shape: DeltaShape) -> int:
-    """That have all heads of a row."""
+    """Return the number of blocks for all heads of a row."""
     return shape.values // BLOCK_ROWS
 
 

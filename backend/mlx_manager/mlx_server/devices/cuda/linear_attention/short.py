@@ -28,7 +28,7 @@ THREADS = 128
 
 
 class ShortKernels:
-    """Launches for one shape."""
+    """Launches of the gated short convolution for one shape."""
 
     def __init__(self, shape: ShortShape) -> None:
         self.shape = shape
@@ -44,11 +44,11 @@ class ShortKernels:
         lengths: mx.array,
         slots: mx.array,
     ) -> mx.array:
-        """One token of each row, (rows, channels).
+        """Compute one token of each row, (rows, channels).
 
-        heads: (rows, columns or more), what the first product gives. weights: (taps, channels).
-        pool: of a `StateStore`, written in place. lengths: (rows or more,) int32, tokens of each
-        row, that one included; 0 for padding. slots: (rows,) int32.
+        heads: (rows, columns or more), output of the first product. weights: (taps, channels).
+        pool: pool of a `StateStore`, written in place. lengths: (rows or more,) int32, tokens of
+        each row including this token; 0 for padding. slots: (rows,) int32.
         """
         rows = heads.shape[0]
         (out,) = self._step(
@@ -63,8 +63,7 @@ class ShortKernels:
     def chunks(
         self, heads: mx.array, weights: mx.array, store: StateStore, texts: Texts
     ) -> mx.array:
-        """All tokens of a step with prompts in it, (tokens, channels); writes to `store` in
-        place."""
+        """Compute all tokens of a step with prompts, (tokens, channels); write `store` in place."""
         of = self.shape
         out, store.written = self._chunks(
             inputs=[heads, texts.spans, texts.pieces, weights, store.ring],
@@ -76,7 +75,7 @@ class ShortKernels:
         return out
 
     def restore(self, store: StateStore, slot: int, kept: list[mx.array]) -> None:
-        """Put a copy of a slot back, in place, once what is `written` has been evaluated."""
+        """Restore a slot from a copy, in place; it is done once `store.written` is evaluated."""
         (store.written,) = self._restore(
             inputs=[*kept, mx.array([slot], mx.int32), store.ring],
             grid=(threads_for(self.shape, 1), 1, 1),
@@ -90,7 +89,7 @@ BuildShort = Callable[[ShortShape], "ShortKernels | Unsupported"]
 
 
 def build(shape: ShortShape) -> ShortKernels | Unsupported:
-    """The kernels for `shape` on the default device. Nothing is compiled before the first use."""
+    """Return the kernels for `shape` on the default device; their first use compiles them."""
     served = unserved(shape)
     if served is not None:
         return Unsupported(served)
@@ -99,7 +98,7 @@ def build(shape: ShortShape) -> ShortKernels | Unsupported:
 
 
 def unserved(shape: ShortShape) -> str | None:
-    """Why the kernels do not serve layers of these sizes."""
+    """Return why the kernels do not serve layers of these sizes; None if they do."""
     if shape.taps not in TAPS:
         return f"a convolution of {shape.taps} tokens: there are kernels of {TAPS}"
     if shape.channels % EACH:
@@ -108,7 +107,7 @@ def unserved(shape: ShortShape) -> str | None:
 
 
 def threads_for(shape: ShortShape, count: int) -> int:
-    """In whole blocks, for all channels of so many rows or pieces."""
+    """Return the threads for all channels of so many rows or pieces, in whole blocks."""
     return -(-count * (shape.channels // EACH) // THREADS) * THREADS
 
 
