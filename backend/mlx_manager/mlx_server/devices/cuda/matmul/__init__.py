@@ -1,19 +1,22 @@
 """Products of a step's few rows with a layer's large matrices, on NVIDIA GPUs.
 
-Such a product takes as long as reading the matrix takes, and what stands around it (norm,
-activation, residual) costs launches. These kernels read the matrix once at the memory's pace and do
-the rest on the way; with many rows, reading the rows themselves in every block costs more than the
-launches that it saves. There are three: products.cu, for weights of half precision and for those
-that MLX has packed into 4 or 8 bits; row.cu, for one row and packed weights, where what is done to
-the rows would cost more than the weights; and groups.cu for compute capability 9.0. Where the last
-is used, what a norm does to rows is done where they are made, and not by every block that reads
-them. With very few rows launches are what a step of a small model waits for: chain.cu has four
-products of the first or second kind in one. Many rows MLX multiplies; what stands behind its gates
-and ups is in gates.cu. The experts of a layer are multiplied by the first kind, for as many rows as
-there are: route.cu and experts.cu; of many rows by warpgroups, where those are faster:
-group_experts.cu. Where a layer norms what its products give before that is added, sum.cu does both,
-and the norm before the product that follows. Latent attention has a matrix of each head:
-by_head.cu.
+Such a product takes as long as reading the matrix takes, and the operations around it (norm,
+activation, residual) cost launches. These kernels read the matrix once at the memory's bandwidth
+and do the other operations in the same launch. With many rows, every block's reading of the rows
+costs more than the launches that it saves; then MLX multiplies, and gates.cu applies the activation
+to its gates and ups.
+
+There are three kernels. products.cu is for weights of half precision and for those that MLX has
+packed into 4 or 8 bits. row.cu is for one row and packed weights, for which products.cu would spend
+more time on the row than on the weights. groups.cu is for compute capability 9.0; there a norm is
+applied by the launch that makes the rows, and not by every block that reads them.
+
+Other launches build on these. With very few rows a step of a small model waits for launches, so
+chain.cu joins four products of the first or second kind in one launch. The experts of a layer are
+multiplied by the first kind, for any number of rows: route.cu and experts.cu; many rows by
+warpgroups, if those are faster: group_experts.cu. If a layer norms a product's result before adding
+it to the residual, sum.cu does both, and the norm before the next product. Latent attention has a
+matrix for each head: by_head.cu.
 """
 
 from __future__ import annotations
@@ -60,11 +63,11 @@ from mlx_manager.mlx_server.devices.kernel import (
     source,
 )
 
-# From so many rows on gates and ups are multiplied by warpgroups where there are any, if they are
-# too many for two blocks of warps a multiprocessor: 62 instead of 65 us for an 8B's with 32 rows,
-# but 24 instead of 21 for a 1B's (H200).
+# Fewest rows for which warpgroups, if there are any, multiply gates and ups, provided that these
+# are too many for two blocks of warps a multiprocessor: 62 instead of 65 us for an 8B's with 32
+# rows, but 24 instead of 21 for a 1B's (H200).
 FEWEST_IN_GROUPS = 17
-# More MLX multiplies.
+# More rows are multiplied by MLX.
 MOST_ROWS_OF_PACKED = 128
 _GATES_SOURCE = Path(__file__).with_name("gates.cu")
 _GATES_THREADS = 256
@@ -74,9 +77,12 @@ _PIECE = 8
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Constants of one kernel: one compilation for each. `gated`: what is made of gates and ups, if
-    they are multiplied with; `epsilon` None for no norm; `makers`: how many blocks have made the
-    rows and did its part, or 0; `ahead`: so does this product for the one behind it."""
+    """Constants of one kernel: one compilation for each.
+
+    gated: activation, if the weight is of gates and ups. epsilon: epsilon of the norm, None for no
+    norm. makers: number of blocks that have made the rows and done part of the norm, else 0; see
+    `Scaled`. ahead: this product does part of the norm for the product that follows.
+    """
 
     form: Form
     gated: Activation | None
@@ -108,7 +114,7 @@ class Variant:
 
 
 def build(dtype: mx.Dtype) -> ProductKernels | Unsupported:
-    """The kernels for rows and matrices of `dtype` on the default device."""
+    """Return the kernels for rows and matrices of `dtype` on the default device."""
     device = device_for(dtype)
     return device if isinstance(device, Unsupported) else ProductKernels(dtype, device)
 
@@ -117,9 +123,9 @@ class ProductKernels:
     """Products of few rows, (rows, inputs), with matrices (outputs, inputs).
 
     Attributes:
-        experts: what multiplies with those, however many rows there are. sums: what norms products
-            and adds them to a residual, likewise. heads: what multiplies each head's rows with a
-            matrix of its own.
+        experts: kernels for a layer's experts, for any number of rows. sums: kernels that norm
+            products and add them to a residual, for any number of rows. heads: kernels that
+            multiply each head's rows with a matrix of its own.
     """
 
     def __init__(self, dtype: mx.Dtype, device: CudaDevice) -> None:
@@ -129,7 +135,7 @@ class ProductKernels:
         self._dtype = dtype
         self._device = device
         self._kernel = CompiledForCuda(dtype)
-        # Of a chain's blocks; its launches follow each other, and leave zeros.
+        # Counters of a chain's finished blocks. Its launches run in order, and leave zeros.
         self._counters = mx.zeros((4,), mx.int32)
         mx.eval(self._counters)
 
@@ -140,16 +146,19 @@ class ProductKernels:
 
     @staticmethod
     def serves_ahead(weight: Weight) -> bool:
-        """Whether `multiply_ahead` takes what is served, too: an even number of blocks gives it."""
+        """Return whether `multiply_ahead` takes `weight`, if it is served.
+
+        `multiply_ahead` needs an even number of blocks.
+        """
         return weight.shape[0] % 128 == 0
 
     @staticmethod
     def most_rows(weight: Weight) -> int:
-        """How many `multiply` takes."""
+        """Return the most rows that `multiply` takes."""
         return MOST_ROWS_OF_PACKED if isinstance(weight, Packed) else WarpForm.most_rows
 
     def most_gated_rows(self, weight: Weight) -> int:
-        """How many `gated` takes."""
+        """Return the most rows that `gated` takes."""
         if GroupForm.serves(weight, self._device):
             return GroupForm.most_rows
         return self.most_rows(weight)
@@ -164,8 +173,10 @@ class ProductKernels:
         residual: mx.array | None = None,
         form: WarpForm | RowForm | None = None,
     ) -> mx.array:
-        """`norm(x) @ weight.T + bias + residual`, (rows, outputs). x: `Scaled` for the norm if its
-        maker did the norm's part."""
+        """Return `norm(x) @ weight.T + bias + residual`, (rows, outputs).
+
+        x: rows, or `Scaled` if the product that made them has done its part of the norm.
+        """
         return self._multiply(_Factors(x, weight, norm, bias, residual), form)[0]
 
     def multiply_ahead(
@@ -178,7 +189,7 @@ class ProductKernels:
         residual: mx.array | None = None,
         form: WarpForm | None = None,
     ) -> tuple[mx.array, Scaled]:
-        """As `multiply`, and what the product behind `following` takes of the result."""
+        """Return the result of `multiply`, and `Scaled` rows for the product after `following`."""
         factors = _Factors(x, weight, None, bias, residual, following.weight)
         out, scaled, squares = self._multiply(factors, form)
         return out, Scaled(scaled, squares)
@@ -193,23 +204,31 @@ class ProductKernels:
         activation: Activation = Activation.SILU,
         form: Form | None = None,
     ) -> mx.array:
-        """`activation` of gate and up, (rows, outputs / 2): the halves of `norm(x) @ weight.T +
-        bias`."""
+        """Return `activation` of gate and up, (rows, outputs / 2).
+
+        Gate and up are the halves of `norm(x) @ weight.T + bias`.
+        """
         outputs = weight.shape[0]
         factors = _Factors(x, weight, norm, bias)
         form = form or gated_form(weight, x.shape[0], self._device)
         return self._run(factors, form, outputs // 2, activation)[0]
 
     def gates_by_groups(self, weight: Weight, rows: int) -> bool:
-        """Whether `gated` is by groups.cu, which a norm costs more time than it does who makes the
-        rows: 5 % of an 8B's step of 32, nothing of a 1B's, whose gates are by warps (H200)."""
+        """Return whether `gated` uses groups.cu for so many rows.
+
+        In groups.cu a norm costs more time than in the launch that makes the rows: 5 % of an 8B's
+        step of 32 rows, but nothing of a 1B's, whose gates are by warps (H200).
+        """
         if rows > self.most_rows(weight):
             return False
         return isinstance(gated_form(weight, rows, self._device), GroupForm)
 
     def gate(self, both: mx.array, activation: Activation = Activation.SILU) -> mx.array:
-        """`activation` of gate and up, (rows, width), the halves of `both`, (rows, 2 * width). For
-        products of more rows than `gated` takes, with matrices that are served."""
+        """Return `activation` of gate and up, (rows, width), the halves of `both`.
+
+        both: (rows, 2 * width), a product of more rows than `gated` takes, with a matrix that is
+        served.
+        """
         rows, width = both.shape[0], both.shape[1] // 2
         threads = rows * width // _PIECE
         (out,) = self._kernel(gate_source, activation)(
@@ -222,11 +241,12 @@ class ProductKernels:
         return out
 
     def chain(self, links: Sequence[Link]) -> Chain | None:
-        """What lies between the attention of a layer and that of the next, in one launch; None
-        where the weights are not all stored in one way.
+        """Return the launch of all products between one layer's attention and the next layer's.
 
-        links: of the output, of gates and ups, of the way down, and, if a layer follows, of its
-            queries, keys and values. All of matrices that are served.
+        The result is None if the weights are not all stored in one way.
+
+        links: output projection, gates and ups, down projection, and, if a layer follows, its
+            projection to queries, keys and values. All matrices must be served.
         """
         variants = ChainVariant.all_of(links, self._device)
         kernels = {variant.form: self._kernel(chain_source, variant) for variant in variants}
@@ -248,7 +268,7 @@ class ProductKernels:
     def _run(
         self, factors: _Factors, form: Form, width: int, gated: Activation | None
     ) -> list[mx.array]:
-        """width: of the result."""
+        """Launch a product; `width` is that of the result."""
         variant = factors.variant(form, gated)
         rows, blocks = factors.x.shape[0], factors.weight.shape[0] // form.outputs
         turns = -(-rows // form.held)
@@ -267,8 +287,10 @@ class ProductKernels:
 
 @dataclass(frozen=True, slots=True)
 class _Factors:
-    """All that a product takes. `following`: the weights of the norm behind it, for whose product
-    it is to do its part."""
+    """Inputs of a product.
+
+    following: weights of the norm of the next product, if this product is to do part of that norm.
+    """
 
     x: mx.array | Scaled
     weight: Weight
@@ -279,12 +301,12 @@ class _Factors:
 
     @property
     def is_of_itself(self) -> bool:
-        """Whether nobody else does a norm's part for the product, nor it for others."""
+        """Return whether the product does its norm alone, and no part of another product's norm."""
         return not isinstance(self.x, Scaled) and self.following is None
 
     @property
     def arrays(self) -> list[mx.array]:
-        """In the order of `Variant.inputs`."""
+        """Arrays in the order of `Variant.inputs`."""
         norm = None if self.norm is None else self.norm.weight
         rows, before = (
             (self.x.rows, self.x.squares) if isinstance(self.x, Scaled) else (self.x, norm)
@@ -307,7 +329,7 @@ class _Factors:
 def one_row_form(
     weight: Weight, packing: Packing | None, rows: int, device: CudaDevice
 ) -> RowForm | None:
-    """Of a product with packed weights, where there is one row and it fits."""
+    """Return the form for one row and packed weights; None if it does not apply or fit."""
     if rows > 1 or packing is None:
         return None
     found = RowForm.choose([weight], device, packing)
@@ -315,7 +337,7 @@ def one_row_form(
 
 
 def gated_form(weight: Weight, rows: int, device: CudaDevice) -> Form:
-    """What is fastest for gates and ups."""
+    """Return the fastest form for gates and ups."""
     outputs, packing = weight.shape[0], Packing.of(weight)
     if packing is not None:
         one = one_row_form(weight, packing, rows, device)
@@ -336,7 +358,7 @@ def product_source(dtype: mx.Dtype, variant: Variant) -> KernelSource:
         return name if name in there else "nullptr"
 
     def rows_of(name: str, width: str) -> str:
-        """Of the block's share."""
+        """Return the pointer to the rows of the block's share, as source text."""
         return f"{name} + (long)share.first * ({width})" if name in there else "nullptr"
 
     norm = "kernels::kNoNorm" if variant.epsilon is None else str(variant.makers)

@@ -1,4 +1,4 @@
-"""What lies between the attentions of two layers in one launch: see chain.cu."""
+"""Four products between the attentions of two layers in one launch: see chain.cu."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_manager.mlx_server.devices.cuda.matmul.forms import ByWarps, Packing, R
 from mlx_manager.mlx_server.devices.kernel import Kernel, KernelSource, flag, real
 
 MOST_ROWS = 8
-"""For which one launch takes the device no longer than four, and the host less."""
+"""Most rows for which one launch takes the device no longer than four, and the host less."""
 
 PRODUCTS = ("output", "gate_up", "down", "qkv")
 NORMED = ("gate_up", "qkv")
@@ -24,13 +24,13 @@ _SOURCE = Path(__file__).with_name("chain.cu")
 
 @dataclass(frozen=True, slots=True)
 class ChainForm:
-    """The forms of the products, which have all but their `share` in common."""
+    """Forms of a chain's products, which are alike except for their `share`."""
 
     products: tuple[ByWarps, ...]
 
     @property
     def any(self) -> ByWarps:
-        """For what they have in common."""
+        """One of the forms, for the constants that all products have in common."""
         return self.products[0]
 
     @property
@@ -40,12 +40,12 @@ class ChainForm:
     @property
     def constants(self) -> str:
         shares = [form.share for form in self.products]
-        # The fourth product's, where there is none.
+        # Without a fourth product, the kernel still takes a constant for it.
         shares += shares[:1] * (len(PRODUCTS) - len(shares))
         return f"{', '.join(map(str, shares))}, {self.any.constants_in_common}"
 
     def blocks(self, outputs: Sequence[int]) -> int:
-        """Of a launch for products of so many outputs."""
+        """Return the blocks of a launch for products of so many outputs."""
         return sum(of // form.outputs for of, form in zip(outputs, self.products, strict=True))
 
 
@@ -56,8 +56,11 @@ _PACKED = WarpForm(tiles=1, rows=MOST_ROWS, warps=4, stages=2)
 
 @dataclass(frozen=True, slots=True)
 class ChainVariant:
-    """Constants of one kernel: one compilation for each. Whether there are `biases`, by product,
-    and the `epsilons` of those that have norms."""
+    """Constants of one kernel: one compilation for each.
+
+    biases: for each product, whether it has a bias. epsilons: epsilons of the products' norms, for
+    those that have one. activation: activation of gates and ups.
+    """
 
     form: ChainForm
     biases: tuple[bool, ...]
@@ -66,7 +69,10 @@ class ChainVariant:
 
     @staticmethod
     def all_of(links: Sequence[Link], device: CudaDevice) -> list[ChainVariant]:
-        """Those for few rows first; none where the weights are not all stored in one way."""
+        """Return the variants for `links`, those for fewest rows first.
+
+        There are none if the weights are not all stored in one way.
+        """
         packing, *others = {Packing.of(link.weight) for link in links}
         if others:
             return []
@@ -86,23 +92,25 @@ def _forms(
     of_one_row = RowForm.choose([link.weight for link in links], device, packing)
     if of_one_row is not None:
         yield ChainForm(of_one_row)
-    # Of gates and ups there are enough blocks of two tiles.
+    # Gates and ups have enough outputs for blocks of two tiles.
     few = replace(_PACKED, packing=packing)
     tiles = [2 if name == "gate_up" else 1 for name in PRODUCTS]
     yield ChainForm(tuple(replace(few, tiles=each) for each in tiles[: len(links)]))
 
 
 class Chain:
-    """The products from one layer's attention to the next one's; one launch."""
+    """Products from one layer's attention to the next layer's, in one launch."""
 
     most_rows = MOST_ROWS
 
     def __init__(
         self, links: Sequence[Link], kernels: Mapping[ChainForm, Kernel], counters: mx.array
     ) -> None:
-        """
-        links: of the output, of gates and ups, of the way down, and, if a layer follows, of its
-            queries, keys and values. kernels: of their variants. counters: (4,) int32, zeros.
+        """Store the weights of the chain.
+
+        links: output projection, gates and ups, down projection, and, if a layer follows, its
+            projection to queries, keys and values. kernels: kernels of the links' variants.
+            counters: (4,) int32, zeros.
         """
         self._kernels = kernels
         self._weights = [array for link in links for array in arrays_of_link(link)]
@@ -111,10 +119,12 @@ class Chain:
         self._outputs = [self._widths[0], self._widths[1] // 2, *self._widths[2:]]
 
     def __call__(self, attended: mx.array, residual: mx.array) -> list[mx.array]:
-        """What the output gives, the gated, the layer's result, and the heads of the layer that
-        follows, each (rows, outputs).
+        """Return the results of all products, each (rows, outputs).
 
-        attended: (rows, inputs of the output). residual: (rows, width).
+        The results are the output projection's (with the residual), the gated ones, the layer's
+        result, and, if a layer follows, its heads.
+
+        attended: (rows, inputs of the output projection). residual: (rows, width).
         """
         rows = attended.shape[0]
         form = next(form for form in self._kernels if form.any.held >= rows)
@@ -129,14 +139,14 @@ class Chain:
 
 
 def arrays_of_link(link: Link) -> list[mx.array]:
-    """In the order of `inputs_of`."""
+    """Return the arrays of a link in the order of `inputs_of`."""
     norm = None if link.norm is None else link.norm.weight
     may_be = [array for array in (link.bias, norm) if array is not None]
     return [*arrays_of(link.weight), *may_be]
 
 
 def inputs_of(name: str, form: ByWarps, *, bias: bool, norm: bool) -> list[str]:
-    """Names of what a product takes."""
+    """Return the names of a product's inputs."""
     there = [part for part, is_there in (("bias", bias), ("norm", norm)) if is_there]
     return [f"{name}_{part}" for part in (*form.weight_parts, *there)]
 

@@ -1,4 +1,4 @@
-"""What rows are multiplied with."""
+"""Operands of a step's products: weights, norms, experts, and the links of a chain."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import mlx.core as mx
 
 
 class Activation(Enum):
-    """What an MLP makes of a gate and an up; the value is its name in device.cu.
+    """Activation of an MLP, applied to a gate and an up; the value is its name in device.cu.
 
-    GELU is the approximation by a tanh, times the up. CLAMPED_SILU is that of GPT-OSS:
+    GELU is the approximation by a tanh, times the up. CLAMPED_SILU is the activation of GPT-OSS:
     `mlx_lm.models.activations.swiglu_oai`.
     """
 
@@ -21,11 +21,11 @@ class Activation(Enum):
 
 
 LEAST = 1e-20
-"""See `Experts.least`: that of most models."""
+"""Value of `Experts.least` for most models."""
 
 
 class Scoring(Enum):
-    """What experts' scores are of their logits; the value is its name in route.cu."""
+    """Function from logits to experts' scores; the value is its name in route.cu."""
 
     SOFTMAX = "kSoftmax"
     SIGMOID = "kSigmoid"
@@ -41,10 +41,11 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Rows for which the product that made them did a norm's part.
+    """Rows for which the product that made them has done part of a norm.
 
-    rows: (rows, inputs), times the norm's weights. squares: (rows, blocks) float32, sums of squares
-        before that, of what each of the product's blocks gave; an even number of blocks.
+    rows: (rows, inputs), already multiplied by the norm's weights. squares: (rows, blocks) float32,
+        the sum of squares of each block's outputs before that multiplication; the number of blocks
+        is even.
     """
 
     rows: mx.array
@@ -56,13 +57,13 @@ class Scaled:
 
     @property
     def makers(self) -> int:
-        """Blocks that have made the rows."""
+        """Number of blocks that have made the rows."""
         return self.squares.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight as `mx.quantize` packs it.
+    """Weight as `mx.quantize` packs it.
 
     words: (outputs, inputs * bits / 32) uint32. scales, biases: (outputs, inputs / group_size);
     there are biases in the affine mode alone.
@@ -83,19 +84,21 @@ class Packed:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of the scales, hence of what it stands for, but for modes that have scales of 8 bits."""
+        """Type of the scales: that of the dense weight, except in modes with scales of 8 bits."""
         return self.scales.dtype
 
     @property
     def dense(self) -> mx.array:
-        """What it stands for; not evaluated."""
+        """Dequantized weight; not evaluated."""
         return mx.dequantize(
             self.words, self.scales, self.biases, self.group_size, self.bits, mode=self.mode
         )
 
     def times(self, x: mx.array) -> mx.array:
-        """The product with rows `x`, (..., rows, inputs), by MLX: (..., rows, outputs). Where the
-        arrays are of several matrices, so is `x`."""
+        """Return MLX's product with rows `x`, (..., rows, inputs): (..., rows, outputs).
+
+        If the arrays are of several matrices, `x` has rows for each.
+        """
         return mx.quantized_matmul(
             x,
             self.words,
@@ -109,7 +112,7 @@ class Packed:
 
 
 Weight = mx.array | Packed
-"""What rows are multiplied with: numbers of half precision, (outputs, inputs), or packed ones."""
+"""Matrix that rows are multiplied with: half precision, (outputs, inputs), or packed."""
 
 
 def arrays_of(weight: Weight) -> list[mx.array]:
@@ -121,23 +124,24 @@ def arrays_of(weight: Weight) -> list[mx.array]:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """MLPs of one size, of which each row goes through the `chosen` that its router gives the
-    largest scores.
+    """MLPs of one size; each row goes through the `chosen` ones with the largest router scores.
 
-    router: (experts, width), or without those that are shared. gate_up: (2 * experts * inner,
-        width), the gates of all experts and then the ups. down: (experts * width, inner).
-    normalised: what a row's experts give is weighted by their scores over the sum of these: of a
-        softmax, that of their logits alone; otherwise by the scores as they are among all experts'.
-    router_bias: (experts,), of logits. biases: of `gate_up` and of `down`, a number for each of
-        their lines.
-    shared: so many of the experts, the last, are every row's, and are among the `chosen`; what they
-        give is weighted by the sigmoids of their logits, or by 1 where the router has none.
-    correction: (experts that are not shared,) float32, added to scores, which are sigmoids then,
-        for the choice alone. scale: of the weights of experts that are not shared. least: what is
-        added to the sum of a row's scores where these are sigmoids, so that it is not 0.
-    router_norm: (width,), the weights of the norm before the router where they are others than
-        those before the experts. scales: (experts that are not shared,) float32, what their weights
-        are multiplied by besides.
+    router: (experts, width); the lines of shared experts may be missing. gate_up: (2 * experts *
+        inner, width), the gates of all experts and then the ups. down: (experts * width, inner).
+    normalised: the outputs of a row's experts are weighted by their scores divided by the sum of
+        these scores (for a softmax: by the softmax of the chosen experts' logits). Otherwise the
+        weights are the scores among all experts.
+    router_bias: (experts,), bias of the logits. biases: biases of `gate_up` and of `down`, a number
+        for each line of the matrix.
+    shared: number of shared experts. Every row goes through them; they are the last of the experts,
+        and count among the `chosen`. Their outputs are weighted by the sigmoids of their logits, or
+        by 1 if the router has no logits for them.
+    correction: (experts that are not shared,) float32, added to the scores (then sigmoids) for the
+        choice only. scale: factor of the weights of experts that are not shared. least: number
+        added to the sum of a row's sigmoid scores, so that the sum is not 0.
+    router_norm: (width,), weights of the norm before the router, if they differ from those of the
+        norm before the experts. scales: (experts that are not shared,) float32, additional factors
+        of the experts' weights.
     """
 
     router: mx.array
@@ -162,7 +166,7 @@ class Experts:
 
     @property
     def gated(self) -> bool:
-        """Whether the router has logits of all experts."""
+        """Return whether the router has logits of all experts, the shared ones included."""
         return self.router.shape[0] == self.count
 
     @property
@@ -176,7 +180,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One product of a chain: `bias` is (outputs,). activation: of gates and ups."""
+    """One product of a chain. `bias`: (outputs,). `activation`: activation of gates and ups."""
 
     weight: Weight
     bias: mx.array | None = None

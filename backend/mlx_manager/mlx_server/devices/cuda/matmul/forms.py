@@ -1,4 +1,4 @@
-"""How a product is shared out among a device's blocks, and the source text that goes with it."""
+"""Division of a product among a device's blocks, and the source text for each kind of division."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from mlx_manager.mlx_server.devices.cuda.matmul.factors import Packed, Weight
 from mlx_manager.mlx_server.devices.kernel import source
 
 WIDTH = 64
-"""Inputs that a stage holds of numbers of half precision: what a matrix has a multiple of."""
+"""Inputs of a stage for weights of half precision; a matrix must have a multiple of them."""
 
-# Of a row's scales in a stage, and of its biases.
+# Bytes of a row's scales in a stage, and of its biases.
 _TERMS = 16
 _MOST_STAGES = 4
-# Of stages, where one block has a multiprocessor to itself: enough to hide the memory's latency.
+# Bytes of stages, if one block has a multiprocessor to itself: enough to hide the memory's latency.
 _STAGE_MEMORY = 168 * 1024
-# By the tiles of a block: the warps and stages that go with them.
+# Warps and stages of a block, by its tiles.
 _IN_FLIGHT = {1: (8, 4), 2: (8, 3), 3: (4, 3), 4: (4, 4)}
 
-# As measured on an H200: warps of a block for one row, stages of each, and how many warps of a
-# multiprocessor have weights to read at least (NOTES 110).
+# Measured on an H200: warps of a block for one row, stages of each warp, and the fewest warps of a
+# multiprocessor that should have weights to read (NOTES 110).
 _ROW_WARPS, _ROW_STAGES = 8, 2
 _ROW_WARPS_AT_ONCE = 8
 
 PARTS = ("weight", "scales", "biases")
-"""Of a weight that is packed, if as floats the first two; others have the first alone."""
+"""Names of a packed weight's arrays. Weights packed as floats have the first two, dense ones only
+the first."""
 
 _WARPS_SOURCE = Path(__file__).with_name("products.cu")
 _PLAIN_SOURCE = Path(__file__).with_name("plain.cu")
@@ -46,9 +47,12 @@ _GROUPS_SOURCE = Path(__file__).with_name("groups.cu")
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How weights are packed: numbers of so many bits, groups of so many that share a scale, and
-    how many a stage of the kernel holds of each row. `floats`: of mxfp4, how many a row has, as a
-    block has the scales of its whole rows; 0 for integers."""
+    """Packing of a weight.
+
+    bits: bits of a number. group: numbers that share a scale. width: numbers of each row that a
+    stage of the kernel holds. floats: for mxfp4 the numbers of a row, since a block holds the
+    scales of its whole rows; 0 for integers.
+    """
 
     bits: int
     group: int
@@ -57,10 +61,10 @@ class Packing:
 
     @staticmethod
     def of(weight: Weight) -> Packing | None:
-        """None for numbers of half precision.
+        """Return the packing of `weight`; None for half precision.
 
         Raises:
-            ValueError: packed as the kernel does not know it; see `serves`.
+            ValueError: the kernel does not support this packing; see `serves`.
         """
         if not isinstance(weight, Packed):
             return None
@@ -72,7 +76,7 @@ class Packing:
 
     @staticmethod
     def serves(weight: Packed) -> bool:
-        """Whether the kernel knows how `weight` is packed."""
+        """Return whether the kernel supports the packing of `weight`."""
         return Packing._found(weight) is not None
 
     @staticmethod
@@ -82,52 +86,57 @@ class Packing:
             return Packing(bits, group, WIDTH, inputs) if inputs % WIDTH == 0 else None
         if weight.mode != "affine" or bits not in (4, 8) or group not in (32, 64, 128):
             return None
-        # 128 bytes of a row, or 64, or 32.
+        # A stage holds 128 bytes of a row, or 64, or 32.
         widths = (1024 // bits, 512 // bits, 256 // bits)
         packings = (Packing(bits, group, width) for width in widths if inputs % width == 0)
         return next((packing for packing in packings if packing.is_whole), None)
 
     @property
     def is_whole(self) -> bool:
-        """Whether a stage has whole groups, and as many columns as lanes read of the rows."""
+        """Return whether a stage holds whole groups, and at least `WIDTH` inputs, as lanes read."""
         return self.width >= max(self.group, WIDTH)
 
     def narrower(self) -> Packing:
-        """With half as much of each row in a stage, where that is whole."""
+        """Return the packing with half as much of each row in a stage, if that is whole."""
         half = replace(self, width=self.width // 2)
         return half if half.is_whole else self
 
     def for_one_row(self, inputs: int) -> Packing:
-        """With more of each row of weights in a stage: 256 bytes, and as many scales as are copied
-        at once, where that divides `inputs`."""
+        """Return the packing with more of each row of weights in a stage, if that divides `inputs`.
+
+        A stage then holds 256 bytes of a row, but no more scales than are copied at once.
+        """
         width = min(2048 // self.bits, _TERMS // 2 * self.group)
         return replace(self, width=width) if inputs % width == 0 else self
 
     @property
     def row_bytes(self) -> int:
-        """Of a stage, for each row of weights."""
+        """Bytes of a stage for each row of weights."""
         return self.width * self.bits // 8 + (0 if self.floats else 2 * _TERMS)
 
     @property
     def scales(self) -> int:
-        """Bytes of each row's that a block has all the time."""
+        """Bytes of each row's scales that a block holds throughout."""
         return self.floats // self.group
 
 
 def knows(weight: Weight) -> bool:
-    """Whether warps can read `weight` as it is stored, whatever outputs a block gives."""
+    """Return whether warps can read `weight` as it is stored, whatever outputs a block has."""
     if isinstance(weight, Packed):
         return Packing.serves(weight)
     return weight.shape[1] % WIDTH == 0
 
 
 class ByWarps(ABC):
-    """Warps that multiply each by itself. `by`: of the kernels' text, what does it."""
+    """Form of a product in which each warp multiplies on its own.
+
+    by: type in the kernels' source that multiplies. awaited: last argument of the kernel.
+    """
 
     __slots__ = ()
 
     by: ClassVar[str]
-    # The rows are there when the launch begins; otherwise in chain.cu.
+    # The rows are complete when the launch begins; only in chain.cu they are awaited.
     awaited: ClassVar[str] = ", kernels::Awaited()"
     warps: int
     stages: int
@@ -136,17 +145,17 @@ class ByWarps(ABC):
     @property
     @abstractmethod
     def held(self) -> int:
-        """Rows that a block may have."""
+        """Most rows of a block."""
 
     @property
     @abstractmethod
     def share(self) -> int:
-        """How the outputs, or the inputs of 16, are shared out."""
+        """Tiles of outputs of a block, or warps that share the inputs of 16 outputs."""
 
     @property
     @abstractmethod
     def outputs(self) -> int:
-        """Of a block."""
+        """Outputs of a block."""
 
     @property
     @abstractmethod
@@ -170,20 +179,20 @@ class ByWarps(ABC):
 
     @property
     def constants_in_common(self) -> str:
-        """Of all products of a chain."""
+        """Constants that all products of a chain have in common."""
         return f"{self.held}, {self.warps}, {self.stages}"
 
     def size_of(self, array: str) -> tuple[str, str]:
-        """A weight's outputs and inputs by its first array."""
+        """Return a weight's outputs and inputs as source text; `array` is its first array."""
         integers = "" if self.packing is None else f" * {32 // self.packing.bits}"
         return f"{array}_shape[0]", f"{array}_shape[1]{integers}"
 
     def weight(self, element: str) -> str:
-        """The weight, made of its arrays."""
+        """Return the weight, made of its arrays, as source text."""
         return f"{self.weight_type(element)}{{{', '.join(self.weight_parts)}}}"
 
     def weight_type(self, element: str) -> str:
-        """Of CUDA. element: the rows' type."""
+        """Return the CUDA type of the weight. element: type of the rows."""
         if self.packing is None:
             return f"kernels::Plain<{element}>"
         if self.packing.floats:
@@ -199,14 +208,18 @@ class ByWarps(ABC):
         return PARTS[:2] if self.packing.floats else PARTS
 
     def header(self, *more: Path) -> str:
-        """more: sources after the product's own."""
+        """Return the sources of the product, followed by `more`."""
         return source(*self.sources, *more)
 
 
 @dataclass(frozen=True, slots=True)
 class WarpForm(ByWarps):
-    """Outputs of a block in tiles of 16, how many rows it may have, a multiple of 8, warps, stages
-    of each warp's ring; how the weights are packed, if they are."""
+    """Form for few rows.
+
+    tiles: outputs of a block, in tiles of 16. rows: most rows of a block, a multiple of 8. warps:
+    warps of a block. stages: stages of each warp's ring. packing: packing of the weights; None for
+    half precision.
+    """
 
     tiles: int
     rows: int
@@ -250,11 +263,15 @@ class WarpForm(ByWarps):
         *,
         gated: bool = False,
     ) -> WarpForm:
-        """As measured on an H200: as few outputs a block as leave it a multiprocessor to itself, as
-        what waits for another block begins too late; where the most are too few for that, two
-        blocks share one. More stages than these are slower. With up to 8 rows more tiles share the
-        reading of the rows, and two blocks of four warps do better where blocks are neither few nor
-        many. `gated`: a tile of gates needs one of ups beside it.
+        """Choose the fastest form, as measured on an H200.
+
+        A block has as few outputs as still give every block a multiprocessor to itself, since
+        blocks that wait for others begin too late. If even the most outputs are too few for that,
+        two blocks share a multiprocessor. More stages than these are slower. With up to 8 rows more
+        tiles share the reading of the rows, and two blocks of four warps are faster if blocks are
+        neither few nor many.
+
+        gated: the weight is of gates and ups; a tile of gates needs a tile of ups beside it.
         """
         if packing is not None:
             return WarpForm._of_packed(rows, device, packing)
@@ -277,9 +294,12 @@ class WarpForm(ByWarps):
 
     @staticmethod
     def _of_packed(rows: int, device: CudaDevice, packing: Packing) -> WarpForm:
-        """As measured on an H200: four warps with two stages each, as many blocks as fit then. With
-        many rows more tiles share the reading of those, where there is memory for that; else blocks
-        have fewer of them."""
+        """Choose the fastest form for packed weights, as measured on an H200.
+
+        A block has four warps with two stages each, and as many blocks run as fit. With many rows
+        more tiles share the reading of the rows, if there is memory for that; else blocks have
+        fewer rows.
+        """
         held = next(held for held in (8, 16, 32) if rows <= held or held == 32)
         forms = [
             WarpForm(tiles, most, 4, 2, each)
@@ -292,7 +312,7 @@ class WarpForm(ByWarps):
 
     @staticmethod
     def _fitting(tiles: int, rows: int, warps: int, stages: int, memory: int) -> WarpForm:
-        """With fewer stages, or fewer warps, where `memory` has no room."""
+        """Return the form with fewer stages, or fewer warps, if `memory` bytes have no room."""
         of_stage = WarpForm._stage_bytes(tiles, rows, None)
         while warps > 1 and memory < 2 * warps * of_stage:
             warps //= 2
@@ -307,9 +327,12 @@ class WarpForm(ByWarps):
 
 @dataclass(frozen=True, slots=True)
 class RowForm(ByWarps):
-    """For one row and packed weights: how many of a block's warps share the inputs of 16 outputs,
-    how many there are, stages of each one's ring; how the weights are packed, and their outputs and
-    inputs: that the text says them saves the registers of addresses, so that more blocks fit."""
+    """Form for one row and packed weights.
+
+    split: warps of a block that share the inputs of 16 outputs. warps: warps of a block. stages:
+    stages of each warp's ring. packing: packing of the weights. size: outputs and inputs of the
+    weight; as constants in the source they save registers for addresses, so that more blocks fit.
+    """
 
     split: int
     warps: int
@@ -349,16 +372,16 @@ class RowForm(ByWarps):
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are inputs for all warps."""
+        """Return whether there are inputs for all warps that share them."""
         return self.size[1] // self.packing.width >= self.split
 
     @staticmethod
     def choose(
         weights: Sequence[Weight], device: CudaDevice, packing: Packing
     ) -> tuple[RowForm, ...] | None:
-        """For products that are launched together; None where a row does not fit.
+        """Choose the forms of products that are launched together; None if a row does not fit.
 
-        As few warps share 16 outputs as leave each multiprocessor several.
+        As few warps share 16 outputs as still give each multiprocessor several warps.
         """
         sizes = [size_of(weight) for weight in weights]
         splits = [_split(outputs, device) for outputs, _ in sizes]
@@ -376,8 +399,10 @@ class RowForm(ByWarps):
 
 @dataclass(frozen=True, slots=True)
 class GroupForm:
-    """Groups of four warps, each of which multiplies 64 weight rows, gates or ups, with up to
-    `rows` rows."""
+    """Form with groups of four warps; each group multiplies 64 weight rows, gates or ups.
+
+    groups: groups of a block. rows: most rows of a block.
+    """
 
     groups: int
     rows: int
@@ -394,7 +419,7 @@ class GroupForm:
 
     @property
     def outputs(self) -> int:
-        """Of a block."""
+        """Outputs of a block."""
         return self.groups * 64
 
     @property
@@ -415,20 +440,22 @@ class GroupForm:
         return self.weight_parts[0]
 
     def header(self, *more: Path) -> str:
-        """more: sources after the product's own."""
+        """Return the sources of the product, followed by `more`."""
         product = instructions([GroupProduct(self.rows)])
         return source(DEVICE_SOURCE) + product + source(HOPPER_SOURCE, _GROUPS_SOURCE, *more)
 
     @staticmethod
     def serves(weight: Weight, device: CudaDevice) -> bool:
-        """Whether there are such for gates and ups that `weight` stands for."""
+        """Return whether the device has warpgroups and `weight`, gates and ups, fits them."""
         whole = not isinstance(weight, Packed) and weight.shape[0] % 128 == 0
         return whole and device.multiplies_in_groups
 
     @staticmethod
     def choose(outputs: int, rows: int, device: CudaDevice) -> GroupForm:
-        """As measured on an H200: with many rows more groups share the reading of the rows, unless
-        too few blocks would be left."""
+        """Choose the fastest form, as measured on an H200.
+
+        With many rows more groups share the reading of the rows, unless that leaves too few blocks.
+        """
         if rows <= 32:
             return GroupForm(2, 32)
         enough = outputs % 256 == 0 and outputs / 256 >= 0.8 * device.multiprocessors
@@ -439,7 +466,7 @@ Form = WarpForm | RowForm | GroupForm
 
 
 def size_of(weight: Weight) -> tuple[int, int]:
-    """Outputs and inputs."""
+    """Return the outputs and inputs of a weight."""
     outputs, inputs = weight.shape
     return outputs, inputs
 
@@ -455,6 +482,6 @@ def _split(outputs: int, device: CudaDevice) -> int:
 
 
 def _shared_out(outputs: int, tiles: int, device: CudaDevice, *, gated: bool) -> bool:
-    """Whether blocks of so many tiles are a product's, and no more than multiprocessors."""
+    """Return whether blocks of `tiles` divide the outputs, and each has a multiprocessor."""
     whole = outputs % (16 * tiles) == 0 and not (gated and tiles % 2)
     return whole and outputs / (16 * tiles) <= device.multiprocessors

@@ -1,4 +1,4 @@
-"""What products give, normed and added to a residual, on NVIDIA GPUs: see sum.cu."""
+"""Norm of a product's result and addition to a residual, on NVIDIA GPUs: see sum.cu."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from mlx_manager.mlx_server.devices.kernel import (
     source,
 )
 
-# Of a row: a piece is what a thread reads at once, and has at most so many of.
+# Elements of a piece, which a thread reads at once, and most pieces of a thread.
 _PIECE = 8
 _MOST_PIECES = 4
 _MOST_WARPS = 16
 _SOURCE = Path(__file__).with_name("sum.cu")
-# Of `Two`, behind the first.
+# Additional inputs for `Two`.
 _OTHERS = ("other", "norm_of_first", "norm_of_other")
 
 
 @dataclass(frozen=True, slots=True)
 class SumForm:
-    """Constants of one kernel: a block's warps and the pieces that each thread has at most; the
-    norm's epsilon, and that of the norm that follows, None for none; whether the sum is scaled, and
-    whether it is of `Two`."""
+    """Constants of one kernel.
+
+    warps: warps of a block. pieces: most pieces of a thread. epsilon: epsilon of the norm.
+    following: epsilon of the norm that follows, None for no norm. scaled: whether the sum is
+    scaled. two: whether the input is `Two`.
+    """
 
     warps: int
     pieces: int
@@ -49,8 +52,10 @@ class SumForm:
         scaled: bool = False,
         two: bool = False,
     ) -> SumForm:
-        """As few pieces a thread as there may be, since a row is there the sooner the more threads
-        ask for it; and the warps that it takes then."""
+        """Return the constants for rows of `width`, with as few pieces a thread as possible.
+
+        More threads load a row faster.
+        """
         pieces = -(-width // (_PIECE * 32 * _MOST_WARPS))
         warps = -(-width // (_PIECE * 32 * pieces))
         return SumForm(warps, pieces, epsilon, following, scaled, two)
@@ -66,8 +71,11 @@ class SumForm:
 
 @dataclass(frozen=True, slots=True)
 class Two:
-    """What two things make of the same rows, added up, each behind a norm of its own. first, other:
-    (rows, width). Of the norms the weights, (width,): their epsilon is that of the norm behind."""
+    """Outputs of two parts of a layer for the same rows, each normed by itself, then added.
+
+    first, other: (rows, width). norm_of_first, norm_of_other: (width,) weights of the two norms,
+    whose epsilon is that of the norm after the addition.
+    """
 
     first: mx.array
     other: mx.array
@@ -76,12 +84,12 @@ class Two:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """In the order of the kernel's inputs."""
+        """Arrays in the order of the kernel's inputs."""
         return [self.first, self.other, self.norm_of_first, self.norm_of_other]
 
 
 class SumKernels:
-    """`residual` plus normed rows, (rows, width), however many."""
+    """Kernels that add normed rows to a residual, (rows, width), for any number of rows."""
 
     def __init__(self, dtype: mx.Dtype) -> None:
         self._dtype = dtype
@@ -99,7 +107,10 @@ class SumKernels:
         following: Norm | None,
         scale: mx.array | None = None,
     ) -> list[mx.array]:
-        """`residual + norm(x)`, times `scale`, (1,), if there is one, and `following` of that."""
+        """Return `(residual + norm(x)) * scale` and, if `following` is given, that norm of it.
+
+        scale: (1,); None for no scale.
+        """
         rows, width = residual.shape
         epsilon = None if following is None else following.epsilon
         two = isinstance(x, Two)
