@@ -1,4 +1,4 @@
-"""A matrix of each head times few rows, on NVIDIA GPUs: see by_head.cu."""
+"""Products of few rows with a matrix of each head, on NVIDIA GPUs: see by_head.cu."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _SOURCE = Path(__file__).with_name("by_head.cu")
 
 @dataclass(frozen=True, slots=True)
 class HeadVariant:
-    """Constants of one kernel: how many heads there are, and whether rows come before them, in
-    which heads lie one behind the other; otherwise results do."""
+    """Constants of one kernel.
+
+    heads: number of heads. rows_first: the input is (rows, heads * n) and the result (heads, rows,
+    outputs); otherwise the input is (heads, rows, inputs) and the result (rows, heads * outputs).
+    """
 
     form: WarpForm
     heads: int
@@ -41,13 +44,16 @@ class HeadKernels:
         return knows(weight) and weight.shape[0] // heads % 64 == 0
 
     def of_rows(self, x: mx.array, weight: Weight, heads: int) -> mx.array:
-        """(heads, rows, outputs) of (rows, heads * n), of whose heads the first numbers are taken,
-        as many as the matrices have inputs; n is a multiple of 8."""
+        """Return (heads, rows, outputs) for `x`, (rows, heads * n).
+
+        Of each head the first numbers are taken, as many as the matrices have inputs; n is a
+        multiple of 8.
+        """
         rows, outputs = x.shape[0], weight.shape[0] // heads
         return self._multiply(x, weight, rows, heads, (heads, rows, outputs), rows_first=True)
 
     def to_rows(self, x: mx.array, weight: Weight) -> mx.array:
-        """(rows, heads * outputs) of (heads, rows, inputs)."""
+        """Return (rows, heads * outputs) for `x`, (heads, rows, inputs)."""
         heads, rows, _ = x.shape
         return self._multiply(x, weight, rows, heads, (rows, weight.shape[0]), rows_first=False)
 
@@ -74,8 +80,10 @@ class HeadKernels:
 
 
 def head_form(weight: Weight, heads: int, rows: int, device: CudaDevice) -> WarpForm:
-    """As for one matrix of so many outputs; no more warps than there are stages for, and whole
-    tiles of each head."""
+    """Return the form for one matrix of so many outputs, adapted to heads.
+
+    There are no more warps than the inputs have stages, and each head has whole blocks.
+    """
     outputs, inputs = weight.shape
     packing = Packing.of(weight)
     form = WarpForm.choose(outputs, rows, device, packing)

@@ -125,7 +125,7 @@ class LatentProblem:
         return out.swapaxes(0, 1)
 
     def arrays(self) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array]:
-        """What attention takes first: queries, rotation, pools and table."""
+        """Return the first arguments of attention: queries, rotation, pools and table."""
         dtype = self.shape.dtype
         absorbed = np.ascontiguousarray(self.absorbed.swapaxes(0, 1))
         return (
@@ -166,7 +166,7 @@ class ExpansionProblem:
         return np.ascontiguousarray(found.swapaxes(0, 1))
 
     def found(self, expansion: Expansion) -> mx.array:
-        """The same as `expansion` has it, with what it gives for padding."""
+        """Return the result of `expansion` for the same problem, padding included."""
         own, of = self.latent, self.latent.shape
         _, queries, rotation, latents, turned, _ = own.arrays()
         texts = [
@@ -188,16 +188,17 @@ class ExpansionProblem:
 
 
 def slots_of(shape: LatentShape, pages: npt.NDArray[np.int32], seen: int) -> npt.NDArray[np.int64]:
-    """Where the first `seen` tokens of a text are whose pages these are."""
+    """Return the slots of the first `seen` tokens of a text in `pages`."""
     places, size = np.arange(seen), shape.page_size
     return pages[places // size].astype(np.int64) * size + places % size
 
 
 @dataclass(frozen=True, slots=True)
 class WriteProblem:
-    """What the first product gave for a few tokens, (tokens, queried + rank + dims and padding).
+    """Random output of the first product for a few tokens, to be normed, rotated and written.
 
-    `norms` are (queried,) and (rank,), the first unused unless `normed`.
+    projected: (tokens, queried + rank + dims and padding). norms: (queried,) and (rank,), the first
+    unused unless `normed`.
     """
 
     shape: LatentShape
@@ -223,7 +224,7 @@ class WriteProblem:
         return WriteProblem(shape, traditional, normed, projected, rotation, norms, places)
 
     def expected(self) -> tuple[Floats, Floats, Floats]:
-        """Queries, latent vectors and rotated ones, of every token."""
+        """Return the queries, latent vectors and rotated ones of every token."""
         of = self.shape
         queries, latents, ends, _ = np.split(
             self.projected, np.cumsum([of.queried, of.rank, of.dims]), axis=1
@@ -235,14 +236,14 @@ class WriteProblem:
         return queries, _normalised(latents, self.norms[1], of.dtype), turned
 
     def pools(self) -> tuple[mx.array, mx.array]:
-        """Empty ones: two pages."""
+        """Return pools of zeros with two pages."""
         of, size = self.shape, 2 * self.shape.page_size
         pools = mx.zeros((1, size, of.rank), of.dtype), mx.zeros((1, size, of.dims), of.dtype)
         mx.eval(pools)
         return pools
 
     def written(self, kernels: LatentKernels, pools: tuple[mx.array, mx.array]) -> mx.array:
-        """The queries; the pools are written in place."""
+        """Return the queries; the pools are written in place."""
         queries, latents = (mx.array(norm).astype(self.shape.dtype) for norm in self.norms)
         return kernels.write(
             mx.array(self.projected).astype(self.shape.dtype),
@@ -255,7 +256,7 @@ class WriteProblem:
         )
 
     def arrived(self, pools: tuple[mx.array, mx.array]) -> bool:
-        """Whether the pools hold the tokens, and nothing else."""
+        """Return whether the pools hold the tokens, and zeros elsewhere."""
         there = self.slots >= 0
         for pool, tokens in zip(pools, self.expected()[1:], strict=True):
             whole = np.zeros(pool.shape[1:], np.float32)
@@ -342,5 +343,5 @@ def _rotations(shape: LatentShape, tokens: int, traditional: bool) -> Floats:
 
 
 def _normalised(x: Floats, norm: Floats, dtype: mx.Dtype) -> Floats:
-    """As MLX's own RMS norm does it."""
+    """Return the rows normalised as MLX's own RMS norm does it."""
     return exact(exact(x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON), dtype) * norm, dtype)

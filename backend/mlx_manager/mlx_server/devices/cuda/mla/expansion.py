@@ -1,10 +1,10 @@
-"""Latent vectors made into keys and values of heads, for the queries of prompts' chunks.
+"""Expansion of latent vectors to keys and values of heads, for the queries of prompts' chunks.
 
-A pair of query and token then takes as many multiplications a head as a key and a value have
-numbers, which is half of what absorbed queries and results take (see `fused.latent`), by the
-kernels that attend to heads. Before that each token that is seen is multiplied by all heads'
-matrices, once for all queries of a step; what they give lies in pages of its own for as long as a
-layer takes.
+With expanded keys and values the ordinary attention kernels are used. A pair of query and token
+then takes as many multiplications a head as a key and a value have elements, half as many as with
+absorbed queries and results (see `fused.latent`). Before that, each visible token is multiplied by
+all heads' matrices, once for all queries of a step; the results are in temporary pages for the time
+of one layer.
 """
 
 from __future__ import annotations
@@ -22,23 +22,28 @@ from mlx_manager.mlx_server.devices.cuda.attention.chunks import ChunkKernels
 from mlx_manager.mlx_server.devices.cuda.mapped import send
 from mlx_manager.mlx_server.devices.cuda.mla.shape import LatentShape
 
-# Estimates, in multiplications of the absorbed form's attention (206 TFLOP/s on an H100): what one
-# takes of attention to heads, and of plain products, and what launches take besides (NOTES 133).
+# Estimated costs of a multiplication in attention to heads, of one in plain products, and of the
+# launches. The unit is a multiplication in the absorbed form's attention (206 TFLOP/s on an H100;
+# NOTES 133).
 ATTENDING = 0.6
 MULTIPLYING = 0.35
 START = 1e10
-# Of a layer's expanded contexts: layers that are queued have them each, three at least. It is
-# 30 000 tokens of GLM 4.7 Flash's 20 heads of 256; longer contexts are attended as latents.
+# Most bytes of a layer's expanded contexts; each queued layer has its own, and at least three are
+# queued. They are 30 000 tokens of GLM 4.7 Flash's 20 heads of 256; longer contexts are attended as
+# latents.
 MOST_BYTES = 700_000_000
-# Tokens that are expanded are a multiple of so many: few sizes, for which MLX has buffers when they
-# come again.
+# Expanded tokens are padded to a multiple of this, so that buffers have few sizes and MLX can reuse
+# them.
 GRAIN = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A part of a step. queries: how many of its tokens. length: tokens visible at its end. pages:
-    (n,) all pages that these lie in."""
+    """Consecutive tokens of one sequence in a step.
+
+    queries: number of these tokens. length: tokens visible at their end. pages: (n,) pages of all
+    visible tokens.
+    """
 
     queries: int
     length: int
@@ -47,11 +52,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """Texts of a step whose latents are expanded: each page once, whoever shares it.
+    """Texts of a step whose latents are expanded, with each shared page only once.
 
-    pages: (n,) int32, those that are read. table: (texts, pages) int32, where they are among them.
-    plan: of the texts' queries one after another, and of padding behind them. bytes: what a layer
-    takes for it.
+    pages: (n,) int32, pages that are read. table: (texts, pages) int32, index in `pages` of each
+    page of a text. plan: work list for the texts' queries, one text after another, then padding.
+    bytes: memory that the expansion takes in a layer.
     """
 
     pages: mx.array
@@ -61,40 +66,47 @@ class Expanded:
 
 
 class Turning(Protocol):
-    """Makes heads of queries, (tokens, q_heads, 1, width), as they meet keys of heads, of
-    queries (tokens, q_heads * (plain + dims)), whose ends `rotation` rotates, (tokens, dims); what
-    there is room for behind them is 0."""
+    """Function that makes queries ready for attention to expanded keys.
+
+    queries: (tokens, q_heads * (plain + dims)). rotation: (tokens, dims), rotates the last dims of
+    each head. The result is (tokens, q_heads, 1, width), with zeros after each head's elements.
+    """
 
     def __call__(self, queries: mx.array, rotation: mx.array, *, traditional: bool) -> mx.array: ...
 
 
 class Expansion:
-    """Serves one shape, over kernels that attend to its heads, which `turn` makes of queries."""
+    """Attention to expanded keys and values of one shape.
+
+    kernels: attention kernels for chunks of prompts. turn: makes the queries ready for them.
+    """
 
     def __init__(self, shape: LatentShape, kernels: ChunkKernels, turn: Turning) -> None:
         self.shape = shape
         self._kernels = kernels
         self._turn = turn
         self._width = kernels.shape.head_dim
-        # Behind each head's matrix: what takes rotated vectors to where a key has them.
+        # Appended to each head's matrix: copies a rotated vector to its place in a key.
         self._behind = mx.array(np.eye(shape.dims, self._width, shape.plain)).astype(shape.dtype)
         mx.eval(self._behind)
 
     @property
     def most_tokens(self) -> int:
-        """That are expanded at most."""
+        """Most tokens that are expanded."""
         return max(MOST_BYTES - self._matrix_bytes, 0) // self._token_bytes // GRAIN * GRAIN
 
     @property
     def most_bytes(self) -> int:
-        """That a layer takes for them."""
+        """Bytes that a layer takes to expand `most_tokens`."""
         return self._bytes_of(self.most_tokens)
 
     def first_of(self, queries: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> int:
-        """The number of the first of a step's texts from which on they are expanded, so that this
-        saves most of those that there is room for; as many as there are texts if it saves none.
+        """Return the index of the first text of a step that is expanded, as are all later texts.
 
-        queries, lengths: of each text, (texts,); see `Text`.
+        The index is the one that saves most time, among those with room for the expanded tokens. It
+        is the number of texts if expansion saves no time.
+
+        queries, lengths: (texts,), for each text; see `Text`.
         """
         size = self.shape.page_size
         tokens = np.cumsum((-(-lengths // size) * size)[::-1])[::-1]
@@ -104,8 +116,10 @@ class Expansion:
         return best if saved[best] > 0 else len(queries)
 
     def plan(self, texts: Sequence[Text], padding: int) -> Expanded:
-        """There is at least one text. What queries of padding see is the longest one's, so that it
-        is finite."""
+        """Plan the expansion of `texts`, of which there is at least one.
+
+        Padding queries attend to the longest text, so that their results are finite.
+        """
         size = self.shape.page_size
         counts = [-(-text.length // size) for text in texts]
         read = [text.pages[:count] for text, count in zip(texts, counts, strict=True)]
@@ -140,14 +154,14 @@ class Expansion:
         scale: float,
         traditional: bool,
     ) -> mx.array:
-        """Attention of the queries that `of` is for.
+        """Attend the queries that `of` is planned for.
 
         Args:
             queries: (tokens, q_heads * (plain + dims)); the last dims of each are rotated here.
             rotation: (tokens, dims) float32, as `LatentKernels.write` takes it.
             pool: latent vectors and rotated ones; see `LatentKernels`.
-            pages: those of `of`, when they have been written.
-            matrices: of each head: what takes queries to latents, (q_heads, rank, plain), and
+            pages: pages of `of`, as an array that depends on the writes into them.
+            matrices: of all heads: from queries to latents, (q_heads, rank, plain), and from
                 latents to results, (q_heads, values, rank).
 
         Returns:
@@ -161,7 +175,7 @@ class Expansion:
     def _expanded(
         self, pool: tuple[mx.array, mx.array], pages: mx.array, matrices: tuple[mx.array, mx.array]
     ) -> tuple[mx.array, mx.array]:
-        """Keys and values, (q_heads, tokens, width) each."""
+        """Return the expanded keys and values, (q_heads, tokens, width) each."""
         of, width = self.shape, self._width
         latents, turned = (
             mx.take(part.reshape(-1, of.page_size, part.shape[-1]), pages, axis=0).reshape(
@@ -178,7 +192,7 @@ class Expansion:
     def _saved(
         self, queries: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
-        """What is saved of each text if it is expanded."""
+        """Return the estimated multiplications that expanding each text saves; see `ATTENDING`."""
         of = self.shape
         pairs = queries * (lengths - (queries - 1) / 2)
         met = 2 * of.rank + of.dims
@@ -188,25 +202,25 @@ class Expansion:
         return saved
 
     def _bytes_of(self, tokens: int) -> int:
-        """What a layer takes to expand so many, its matrices included."""
+        """Return the bytes that a layer takes to expand so many tokens, matrices included."""
         return self._matrix_bytes + tokens * self._token_bytes
 
     @property
     def _token_bytes(self) -> int:
-        """Of keys and values, and of what they are made of, by itself and joined."""
+        """Bytes per token: keys and values; latent and rotated vectors, apart and joined."""
         of = self.shape
         numbers: int = 2 * of.q_heads * self._width + 2 * (of.rank + of.dims)
         return numbers * of.dtype.size
 
     @property
     def _matrix_bytes(self) -> int:
-        """Of both matrices: dense, padded, and joined with what is behind."""
+        """Bytes of both matrices: dense, padded, and joined with `_behind`."""
         of = self.shape
         return 3 * of.q_heads * (2 * of.rank + of.dims) * self._width * of.dtype.size
 
 
 def _padded(x: mx.array, axis: int, width: int) -> mx.array:
-    """`x` with zeros behind, so that it has a `width` of so many."""
+    """Return `x`, padded with zeros to `width` along `axis`."""
     lacking = width - x.shape[axis]
     if not lacking:
         return x

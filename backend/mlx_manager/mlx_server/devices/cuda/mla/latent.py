@@ -54,14 +54,15 @@ _SOURCES = (
     Path(__file__).with_name("latent.cu"),
 )
 
-# Rows of a block and tokens of its tiles, the best first: a tile is read once for all rows.
+# Rows of a block and tokens of a tile, the best first: a tile is read once for all rows.
 _SIZES = ((64, 32), (32, 32), (64, 16), (32, 16), (16, 16))
 _STAGES = (3, 2)
-# 16 rows each of which registers leave room for two blocks.
+# Most tiles of 16 rows for which registers leave room for two blocks.
 _FEW_TILES = 2
 
-# Estimates. A decode step's splits have 128 tokens at least; 128 of them keep a GPU busy with one
-# text. What a chunk's block takes to begin, and to leave and merge parts, in tokens.
+# Estimates. A decode step's splits have at least 128 tokens, and 128 splits keep a GPU busy with
+# one text. For a chunk, in tokens: time of a block to begin, time to store and merge parts, and
+# fewest tokens of a part; see `cut`.
 LEAST_TILES = 8
 MOST_SPLITS = 128
 START = 64
@@ -71,9 +72,10 @@ LEAST = 256
 
 @dataclass(frozen=True, slots=True)
 class LatentForm:
-    """A block's rows are `queries` times `heads`; its tiles have so many tokens and `stages`.
+    """Sizes of a thread block.
 
-    `resident` of them run at a time on a multiprocessor.
+    heads, queries: a block's rows are `queries` times `heads`. tokens: tokens of a tile. stages:
+    tiles in shared memory. resident: blocks that run at a time on a multiprocessor.
     """
 
     heads: int
@@ -84,8 +86,10 @@ class LatentForm:
 
     @staticmethod
     def choose(shape: LatentShape, device: CudaDevice, *, chunks: bool) -> LatentForm | None:
-        """The best that there is room for; None if there is none. chunks: it is for queries of
-        prompts, of which a block may have several."""
+        """Return the best form that there is room for; None if there is none.
+
+        chunks: the form is for prompts' chunks, of which a block may have several queries.
+        """
         for rows, tokens in _SIZES:
             heads = -(-shape.q_heads // -(-shape.q_heads // rows))
             queries = rows // heads if chunks else 1
@@ -97,7 +101,7 @@ class LatentForm:
         return None
 
     def blocks(self, shape: LatentShape) -> int:
-        """That share the heads of a query."""
+        """Return the number of blocks that share the heads of a query."""
         return -(-shape.q_heads // self.heads)
 
     @property
@@ -115,7 +119,7 @@ class LatentForm:
         return self.shared_memory(shape) <= device.block_memory
 
     def placed(self, shape: LatentShape, device: CudaDevice) -> LatentForm:
-        """The same, and how many of it run at a time."""
+        """Return this form with `resident` set for `device`."""
         room = device.multiprocessor_memory // (self.shared_memory(shape) + RESERVED_PER_BLOCK)
         resident = 2 if room >= 2 and self._tiles <= _FEW_TILES else 1
         return LatentForm(self.heads, self.queries, self.tokens, self.stages, resident)
@@ -126,7 +130,7 @@ class LatentForm:
 
     @property
     def _inner(self) -> int:
-        """INNER of latent.cu."""
+        """Constant INNER of latent.cu."""
         shared = self._tiles % 2 == 0 or self.tokens % 32 == 0
         return _WARPS // 2 if shared else _WARPS
 
@@ -141,7 +145,7 @@ class Attending:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """Constants of a kernel that writes beside its shape."""
+    """Constants of a kernel that writes latents, beside its shape."""
 
     traditional: bool
     epsilon: float
@@ -149,7 +153,7 @@ class Writing:
 
 
 def build(shape: LatentShape) -> LatentKernels | Unsupported:
-    """The kernels for `shape` on the default device. Nothing is compiled before the first use."""
+    """Return the kernels for `shape` on the default device; their first use compiles them."""
     if shape.unsupported is not None:
         return Unsupported(shape.unsupported)
     device = device_for(shape.dtype)
@@ -162,13 +166,13 @@ def build(shape: LatentShape) -> LatentKernels | Unsupported:
 
 
 class LatentKernels:
-    """Launches for one shape.
+    """Launches of latent attention for one shape.
 
     Pools are (1, pages * page_size, rank) of latent vectors and (1, pages * page_size, dims) of
     rotated ones, slot = page * page_size + offset. They must be evaluated.
 
     Attributes:
-        expansion: what latent vectors are expanded by for prompts, where that pays; None for never.
+        expansion: expansion of latent vectors for prompts, used where it is faster; None for never.
     """
 
     def __init__(
@@ -190,7 +194,7 @@ class LatentKernels:
     def plan(
         self, lengths: Lengths, *, window: None = None, table_rows: Lengths | None = None
     ) -> Splits:
-        """As `PagedKernels.plan`; there are no windows."""
+        """Cut a step's work as `PagedKernels.plan` does; there are no windows."""
         at_once = self._device.multiprocessors * self._step.resident
         return plan(
             lengths,
@@ -220,7 +224,9 @@ class LatentKernels:
         traditional: bool,
         epsilon: float,
     ) -> mx.array:
-        """What lies between the first product and what is made of its parts, for any tokens.
+        """Norm the queries and write the latent and rotated vectors of any tokens, in one launch.
+
+        This is all work between the first product and the products with its parts.
 
         Args:
             projected: (tokens, queried + rank + dims or more): queries, the latent vector before
@@ -232,7 +238,7 @@ class LatentKernels:
             slots: (tokens,) int32, all different; a negative slot is skipped.
 
         Returns:
-            (tokens, queried), normalised queries. What is made from them comes after the write.
+            (tokens, queried), normalised queries. Launches that depend on them follow the write.
 
         Raises:
             ValueError: the rows of `projected` are too short, or not whole pieces of 16 bytes.
@@ -269,10 +275,10 @@ class LatentKernels:
         splits: Splits,
         traditional: bool,
     ) -> mx.array:
-        """Attention of a decode step's queries, each over its row of pages.
+        """Attend a decode step's queries, each over its row of pages.
 
         Args:
-            absorbed: (q_heads, rows, rank), made from what `write` has returned, or `queries` are.
+            absorbed: (q_heads, rows, rank). They or `queries` depend on the result of `write`.
             queries: (rows, q_heads * (plain + dims)); the last dims of each head are rotated here.
             rotation: as `write` takes it, of `rows` at least.
             table: (rows, max_pages) int32.
@@ -314,11 +320,12 @@ class LatentKernels:
         scale: float,
         traditional: bool,
     ) -> mx.array:
-        """Attention of runs of consecutive queries, those of each in turn, as `attend` but for
-        what each one sees, which `plan` says.
+        """Attend runs of consecutive queries, one run after another, as `attend` does.
 
-        absorbed: (q_heads, tokens, rank), as is the result, of which what `plan` does not name is
-        not set. queries: (tokens, q_heads * (plain + dims)).
+        The tokens that each query sees follow from `plan`. The result is (q_heads, tokens, rank);
+        queries that `plan` does not name have undefined results.
+
+        absorbed: (q_heads, tokens, rank). queries: (tokens, q_heads * (plain + dims)).
         """
         form, key = self._chunk, Attending(scale, traditional)
         if key not in self._chunks:
@@ -334,7 +341,7 @@ class LatentKernels:
     def _launch(
         self, form: LatentForm, work: int, absorbed: mx.array, figures: int
     ) -> dict[str, object]:
-        """How attention is launched, with room for so many partial results."""
+        """Return the launch parameters of attention, with room for `figures` partial results."""
         return {
             "grid": (form.blocks(self.shape) * THREADS, work, 1),
             "threadgroup": (THREADS, 1, 1),
@@ -344,9 +351,9 @@ class LatentKernels:
 
 
 class TurningKernels:
-    """`Turning` by launches, for one shape, whatever its heads.
+    """Implementation of `Turning` by launches, for one shape and any number of heads.
 
-    width: numbers of a head that the attention to heads takes.
+    width: elements of a head that the attention to heads takes.
     """
 
     def __init__(self, shape: LatentShape, width: int) -> None:
@@ -392,7 +399,7 @@ def chunk_source(shape: LatentShape, form: LatentForm, of: Attending) -> KernelS
 
 
 def _work(shape: LatentShape, form: LatentForm, of: Attending, item: str) -> str:
-    """Declares what does a block's work."""
+    """Return the source text that declares `work`, which does a block's work."""
     element = TYPES[shape.dtype]
     constants = (
         f"{element}, {shape.rank}, {shape.dims}, {shape.plain}, {shape.q_heads}, {form.heads}, "

@@ -1,4 +1,4 @@
-"""What kernels for latent attention are compiled for."""
+"""Sizes of a layer with latent attention."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MOST_RANK = 512
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """What the kernels are compiled for.
+    """Sizes that the kernels for latent attention are compiled for.
 
-    rank: of the latent vectors. dims: of the vectors that are rotated. plain: numbers of a query's
-    head before those that are rotated. queried: numbers that the first product gives for queries: a
-    rank of their own, or q_heads * (plain + dims). `page_size` is a multiple of 16 tokens. values:
-    numbers of a head's result.
+    rank: elements of a latent vector. dims: elements of a rotated vector. plain: elements of a
+    query's head before the rotated ones. queried: elements for queries in the output of the first
+    product: the queries' own rank, or q_heads * (plain + dims). page_size: a multiple of 16 tokens.
+    values: elements of a head's result.
     """
 
     q_heads: int
@@ -34,19 +34,19 @@ class LatentShape:
 
     @property
     def pools(self) -> Pools:
-        """Latent vectors stand where others have keys, the rotated ones where they have values."""
+        """Pools with latent vectors in the place of keys, and rotated ones in that of values."""
         return Pools(1, self.rank, self.dims, self.dtype)
 
     @property
     def expanded(self) -> AttentionShape:
-        """Of attention to keys and values of heads, both as wide as the wider one needs."""
+        """Shape of attention to expanded keys and values, both as wide as the wider one needs."""
         width = max(self.plain + self.dims, self.values)
         heads = self.q_heads
         return AttentionShape(heads, heads, -(-width // 16) * 16, self.page_size, self.dtype)
 
     @property
     def unsupported(self) -> str | None:
-        """Why the kernels do not serve it, whatever the device."""
+        """Reason why the kernels do not serve these sizes on any device; None if they do."""
         if self.rank % 64 or self.rank > MOST_RANK:
             return f"latent vectors of {self.rank} elements"
         if self.dims % 16 or self.plain % 8 or self.queried % 16:
