@@ -1,4 +1,8 @@
-"""The experts of a layer, on NVIDIA GPUs: see route.cu."""
+"""Experts of a layer (mixture of experts), on NVIDIA GPUs: see route.cu.
+
+A pair is a row with one of its chosen experts. An errand is a block's work item: up to a fixed
+number of pairs of one expert.
+"""
 
 from __future__ import annotations
 
@@ -35,28 +39,29 @@ from mlx_manager.mlx_server.devices.kernel import (
 from mlx_manager.mlx_server.devices.likeness import distance
 
 MOST_CHOSEN = 32
-# Of an errand: expert, place, rows, nothing.
+# Numbers of an errand: expert, first place in the order of pairs, rows, unused.
 _ERRAND = 4
 # Rows and experts of a router's block, if there is more than one row.
 _ROUTED, _ROUTER_TILE = 8, 16
 _ROUTER_WARPS = 16
-# Rows that a launch routes whole. With more the norm and the product with the router are MLX's, and
-# blocks of so many choose: of 8 192 rows and 128 experts a launch takes 475 us (H100; NOTES 145).
+# Most rows that one launch routes. With more rows MLX does the norm and the product with the
+# router, and blocks of `_CHOOSING` rows choose the experts: with 8 192 rows and 128 experts one
+# launch takes 475 us (H100; NOTES 145).
 _MOST_ROUTED, _CHOOSING = 512, 64
-# Of a router's blocks: rows of a launch are at most 8 times as many.
+# Most groups of rows of a router's launch: the rows are at most 8 times as many.
 _MOST_GROUPS = 8192
-# Rows that are mixed by who comes last to the way down, of whose parts there are at most so many.
-# Of more rows few blocks would have too much to do.
+# Most rows that are mixed by the last blocks of the down projection, and most parts of its width.
+# With more rows these few blocks would have too much to do.
 _MOST_MIXED, _MOST_PARTS = 64, 1024
 _MIX_THREADS = 256
 _PIECE = 8
 _ROUTE_SOURCE = Path(__file__).with_name("route.cu")
 _EXPERTS_SOURCE = Path(__file__).with_name("experts.cu")
 _GROUP_EXPERTS_SOURCE = Path(__file__).with_name("group_experts.cu")
-# Pairs of an errand that warpgroups do, if an expert has more than 32 in the mean.
+# Pairs of an errand for warpgroups, used if an expert has more than 32 pairs on average.
 _GROUPED = (64, 128)
-# Rows of an expert by which they are compared with warps, of all at most so many, how often, and
-# what may be their results' difference.
+# Comparison of warpgroups with warps: rows of an expert, most rows in all, number of runs, and
+# allowed difference of the results.
 _COMPARED, _MOST_COMPARED, _TIMES, _TOLERANCE = 128, 4096, 3, 1e-2
 
 log = logging.getLogger(__name__)
@@ -64,9 +69,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RouterForm:
-    """Constants of the router's kernel: rows of a block, pairs of an errand, and what the router
-    is. gated: it has logits of the `shared` experts, too. bias: of logits. corrected, scale,
-    least: see `Experts`, and so for whether there are a `router_norm` and `scales`."""
+    """Constants of the router's kernel.
+
+    each: rows of a block. held: most pairs of an errand. gated: the router has logits of the
+    `shared` experts, too. bias: whether logits have a bias. corrected, router_norm, scales: whether
+    there are such arrays; see `Experts`, also for the other constants.
+    """
 
     each: int
     held: int
@@ -91,7 +99,7 @@ class RouterForm:
 
     @property
     def logits(self) -> int:
-        """Of a row."""
+        """Logits of a row."""
         return self.experts if self.gated else self.experts - self.shared
 
     @property
@@ -107,11 +115,11 @@ class RouterForm:
 
     @property
     def choosing(self) -> tuple[str, ...]:
-        """Those of them that experts are chosen by."""
+        """Names of the optional inputs that the choice of experts takes."""
         return tuple(name for name in self.optional if name in {"correction", "scales"})
 
     def given(self, name: str) -> str:
-        """An input that not all routers have, as the kernels are given it."""
+        """Return the argument for an optional input, as source text."""
         return name if name in self.optional else "nullptr"
 
     @property
@@ -120,40 +128,46 @@ class RouterForm:
         return max(self.each * 2 * self.width + merged, 4 * (3 * self.experts + 2))
 
     def groups(self, rows: int) -> int:
-        """Of rows that a block has."""
+        """Return the number of groups of rows; a block has one group."""
         return -(-rows // self.each)
 
     def blocks(self, rows: int) -> int:
         return self.groups(rows) * -(-self.logits // _ROUTER_TILE)
 
     def most_errands(self, rows: int) -> int:
-        """How many there may be."""
+        """Return the most errands that so many rows can need."""
         pairs = rows * self.chosen
         return min(pairs, self.experts + pairs // self.held)
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """How what a row's `chosen` experts give is mixed. alone: the row itself is not added."""
+    """Weighted sum of the outputs of a row's `chosen` experts.
+
+    alone: the row itself (the residual) is not added.
+    """
 
     chosen: int
     alone: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of what it takes besides."""
+        """Names of the inputs beside the experts' outputs."""
         return (*([] if self.alone else ["residual"]), "places", "scores")
 
     @property
     def residual(self) -> str:
-        """As the kernels are given it."""
+        """Argument for the residual, as source text."""
         return "nullptr" if self.alone else "residual"
 
 
 @dataclass(frozen=True, slots=True)
 class ErrandVariant:
-    """Constants of a product's kernel. `activation`: of gates and ups; None for the way down.
-    `mix`: of what experts give, if it is mixed there."""
+    """Constants of a product's kernel.
+
+    activation: activation of gates and ups; None for the down projection. mix: sum of the experts'
+    outputs, if the same launch does it.
+    """
 
     form: WarpForm | GroupForm
     experts: int
@@ -163,7 +177,7 @@ class ErrandVariant:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Names of what says the rows."""
+        """Names of the inputs that select the rows."""
         return ("gated", "errands") if self.activation is None else ("x", "order", "errands")
 
     @property
@@ -179,24 +193,24 @@ class ErrandVariant:
 
 
 class ExpertKernels:
-    """What a layer's experts make of rows, (rows, width), however many."""
+    """Kernels for the experts of layers, for any number of rows, (rows, width)."""
 
     def __init__(self, dtype: mx.Dtype, device: CudaDevice) -> None:
         self._dtype = dtype
         self._device = device
         self._kernel = CompiledForCuda(dtype)
-        # Of which sizes of experts many rows are multiplied by warpgroups.
+        # By size of experts: whether warpgroups multiply many rows.
         self._grouped: dict[Hashable, bool] = {}
-        # Whether many rows of a kind's are routed right by several launches.
+        # By kind of router: whether several launches route many rows right.
         self._routes_many: dict[Hashable, bool] = {}
-        # Of a router's blocks, and of those of the way down; launches follow each other, and leave
-        # zeros.
+        # Counters of finished blocks of the router and of the down projection. Launches run in
+        # order, and leave zeros.
         self._routed = mx.zeros((1 + _MOST_GROUPS,), mx.int32)
         self._lowered = mx.zeros((_MOST_PARTS,), mx.int32)
         mx.eval(self._routed, self._lowered)
 
     def serves(self, experts: Experts) -> bool:
-        """Whether the kernels do."""
+        """Return whether the kernels serve `experts`."""
         weights = (experts.gate_up, experts.down)
         return (
             all(map(knows, weights))
@@ -209,8 +223,10 @@ class ExpertKernels:
         )
 
     def check(self, experts: Experts) -> None:
-        """Find out, once for each kind of router, whether many rows are routed right by several
-        launches; by one otherwise."""
+        """Check, once for each kind of router, that several launches route many rows right.
+
+        If they do not, one launch is used.
+        """
         kind = self._router_kind(experts)
         if kind in self._routes_many:
             return
@@ -228,8 +244,10 @@ class ExpertKernels:
             log.warning("prompts' experts are chosen by one launch: %s", wrong)
 
     def compare(self, experts: Experts) -> None:
-        """Find out, once for each size of experts, whether those of many rows are multiplied sooner
-        by warpgroups; where there are any."""
+        """Measure, once for each size of experts, whether warpgroups multiply many rows faster.
+
+        Nothing is measured if the device or the weights do not allow warpgroups.
+        """
         kind = _kind(experts)
         if kind in self._grouped or not self._serves_in_groups(experts):
             return
@@ -255,19 +273,19 @@ class ExpertKernels:
         )
 
     def _rows_for(self, experts: Experts, rows: int) -> tuple[mx.array, Norm]:
-        """So many rows, and a norm of them, for a trial: each expert is some rows' first choice."""
+        """Return so many rows, and a norm, for a trial: each expert is the first choice of some."""
         times = -(-rows // experts.router.shape[0])
         hidden = mx.concatenate([experts.router] * times)[:rows]
         return hidden, Norm(mx.ones((experts.width,), self._dtype), 1e-6)
 
     def _timed(self, hidden: mx.array, norm: Norm, experts: Experts) -> tuple[float, mx.array]:
-        """What so many rows take, and their result."""
+        """Return the seconds that the experts take for `hidden`, and the result."""
         launches = self(hidden, norm, experts)
         mx.eval(launches)
         return self._seconds(hidden, norm, experts), launches[-1]
 
     def _seconds(self, hidden: mx.array, norm: Norm, experts: Experts) -> float:
-        """What the experts of so many rows take, the best of some times."""
+        """Return the seconds that the experts take for `hidden`, the shortest of several runs."""
         best = math.inf
         for _ in range(_TIMES):
             began = time.perf_counter()
@@ -285,8 +303,10 @@ class ExpertKernels:
     def __call__(
         self, hidden: mx.array, norm: Norm, experts: Experts, *, alone: bool = False
     ) -> list[mx.array]:
-        """`hidden` plus what its rows' experts make of `norm(hidden)`, behind what is launched for
-        that. alone: without `hidden`."""
+        """Return the intermediate results and, last, `hidden` plus the experts' output.
+
+        The experts are applied to `norm(hidden)`. alone: `hidden` is not added.
+        """
         form = self._router_form(experts, hidden.shape[0], norm.epsilon)
         routed = self._route(hidden, norm, experts, form)
         normed, _, _, scores, places, order, errands = routed
@@ -323,7 +343,7 @@ class ExpertKernels:
         )
 
     def _router_kind(self, experts: Experts) -> Hashable:
-        """Equal for those whose many rows are routed alike, whatever multiplies them then."""
+        """Return a key that is equal for routers that route many rows by the same kernels."""
         return replace(self._router_form(experts, _MOST_ROUTED, 0.0), held=0)
 
     def _route(
@@ -355,7 +375,7 @@ class ExpertKernels:
     def _route_many(
         self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
     ) -> list[mx.array]:
-        """As `_route`, by several launches."""
+        """Route as `_route` does, by several launches."""
         rows, threads = hidden.shape[0], (form.threads, 1, 1)
         normed = own = mx.fast.rms_norm(hidden, norm.weight, norm.epsilon)
         if experts.router_norm is not None:
@@ -393,9 +413,12 @@ class ExpertKernels:
         given: list[mx.array],
         mixed: Sequence[mx.array] = (),
     ) -> list[mx.array]:
-        """way: of gates and ups their activation; of the way down how that is mixed. given: the
-        first has a row for each pair, or for each row, and the errands are the last. mixed: what a
-        mix takes."""
+        """Multiply by the experts' gates and ups, or by their down projections.
+
+        way: the activation for gates and ups, the mix for the down projection. given: arrays of the
+        rows; the first has a row for each pair, or for each row, and the last is the errands.
+        mixed: inputs of the mix.
+        """
         down = isinstance(way, Mix)
         weight, bias = experts.down if down else experts.gate_up, experts.biases
         pairs = given[0].shape[0] * (1 if down else experts.chosen)
@@ -440,14 +463,18 @@ class ExpertKernels:
 
 
 def group_errand_form(outputs: int, held: int, *, down: bool) -> GroupForm:
-    """outputs: of each expert, gates if it is not the way `down`."""
+    """Return the form for warpgroups. outputs: outputs of an expert; the gates unless `down`."""
     return GroupForm(4 if outputs % (256 if down else 128) == 0 else 2, held)
 
 
 def errand_form(weight: Weight, held: int, device: CudaDevice, *, few: bool = False) -> WarpForm:
-    """For up to `held` pairs of an expert; few: most experts have none. As measured on an H200: of
-    packed weights 64 bytes of a row at once and two stages, so that many blocks fit, and unless
-    pairs are few more tiles share the reading of rows; of floats there is too much to do for that.
+    """Return the form for up to `held` pairs of an expert, as measured on an H200.
+
+    Of packed weights a stage holds 64 bytes of a row, and there are two stages, so that many blocks
+    fit. Unless pairs are few, more tiles share the reading of the rows; weights packed as floats
+    take too much work for that.
+
+    few: most experts have no pairs.
     """
     packing = Packing.of(weight)
     if packing is None:
@@ -515,7 +542,7 @@ def place_source(_: mx.Dtype, form: RouterForm) -> KernelSource:
 
 
 def _choice(form: RouterForm) -> str:
-    """How a row's experts are chosen."""
+    """Return the choice of a row's experts as source text."""
     flags = ", ".join(map(flag, (form.gated, form.normalised, form.corrected)))
     scoring = f"kernels::Scoring::{form.scoring.value}"
     given = f"{form.given('correction')}, {form.given('scales')}"
@@ -524,15 +551,17 @@ def _choice(form: RouterForm) -> str:
 
 
 def _most_errands(rows: str, form: RouterForm) -> str:
-    """Declares `most`: see `RouterForm.most_errands`."""
+    """Return the source text that declares `most`: see `RouterForm.most_errands`."""
     pairs = f"{rows} * {form.chosen}"
     bound = f"{form.experts} + {pairs} / {form.held}"
     return f"const int most = {pairs} < {bound} ? {pairs} : {bound};\n"
 
 
 def misrouted(experts: Experts, made: Sequence[mx.array]) -> str | None:
-    """What is wrong with the routes that `ExpertKernels` has found behind the logits, if anything
-    is: by the definition, on the host."""
+    """Return an error if the routes are wrong for their logits, else None.
+
+    made: results of the router's launches. The definition is computed on the host.
+    """
     logits, chosen, places, order, errands = (
         np.array(made[i].astype(mx.float32) if i == 1 else made[i]) for i in (1, 2, 4, 5, 6)
     )
@@ -560,12 +589,12 @@ def misrouted(experts: Experts, made: Sequence[mx.array]) -> str | None:
 
 
 def _choosing(experts: Experts) -> list[mx.array]:
-    """What those are chosen by, beside logits."""
+    """Return the arrays that experts are chosen by, beside logits."""
     return [array for array in (experts.correction, experts.scales) if array is not None]
 
 
 def _kind(experts: Experts) -> Hashable:
-    """Equal for experts of one size whose products are by the same kernels."""
+    """Return a key that is equal for experts of one size with the same kernels."""
     sizes = (experts.count, experts.width, experts.inner, experts.chosen)
     return (*sizes, experts.activation, experts.biases is not None)
 
