@@ -1,4 +1,4 @@
-"""The kernels against plain arithmetic, on random pages: what a kernel must pass to be used."""
+"""Checks of the kernels against plain arithmetic, on random pages, which they must pass."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Problem:
     sinks: Floats | None
 
     def expected(self) -> Floats:
-        """(queries, q_heads, head_dim), by the definition, in float32; length 0 gives zeros."""
+        """Return (queries, q_heads, head_dim) by the definition, in float32; 0 for length 0."""
         out = np.zeros_like(self.q)
         for query, (length, row) in enumerate(zip(self.lengths, self.table_rows, strict=True)):
             if length:
@@ -132,8 +132,8 @@ def chunk_problem(
     *,
     unused_page: int = 0,
 ) -> tuple[Problem, list[QueryRun]]:
-    """Runs of queries, each given as (queries, tokens that the last one sees)."""
-    # What the first query of a run sees decides what of the pages is not a number.
+    """Return a problem with runs of queries, each given as (queries, tokens the last one sees)."""
+    # The first query of a run sees farthest back, so its window decides which slots are NaN.
     widest = None if features.window is None else features.window + max(n for n, _ in runs)
     ends = [length for _, length in runs]
     problem = random_problem(shape, replace(features, window=widest), ends, unused_page=unused_page)
@@ -156,11 +156,11 @@ def chunk_problem(
 
 @dataclass(frozen=True, slots=True)
 class FreshProblem:
-    """A problem whose newest tokens are not in their pages yet.
+    """Problem whose newest tokens are not in their pages yet.
 
     qkv: (rows, q_heads + 2 * kv_heads, head_dim), with gates if there are any, or q alone.
-    rotation: (rows, dims). norms: (2, head_dim). `ready` is the plain problem that it comes down
-    to.
+    rotation: (rows, dims). norms: (2, head_dim). ready: the equivalent plain problem, with the
+    newest tokens in their pages.
     """
 
     ready: Problem
@@ -197,7 +197,7 @@ class FreshProblem:
         return FreshProblem(ready, rotary, qkv, rotation, norms)
 
     def unwritten(self) -> Problem:
-        """`ready` with NaN where the newest tokens belong."""
+        """Return `ready` with NaN in the slots of the newest tokens."""
         if self.rotary.alone:
             return self.ready
         pools = self.ready.k_pool.copy(), self.ready.v_pool.copy()
@@ -207,7 +207,7 @@ class FreshProblem:
         return replace(self.ready, k_pool=pools[0], v_pool=pools[1])
 
     def slots(self) -> npt.NDArray[np.int32]:
-        """(rows,) where each row's newest token belongs; -1 for padding."""
+        """Return (rows,) slots of the rows' newest tokens; -1 for padding."""
         lengths = self.ready.lengths.tolist()
         places = [_newest_slot(self.ready, row) if n else -1 for row, n in enumerate(lengths)]
         return np.array(places, np.int32)
@@ -219,7 +219,7 @@ def _newest_slot(problem: Problem, row: int) -> int:
 
 
 def finished(x: Floats, norm: Floats, rotation: Floats, rotary: Rotary, dtype: mx.Dtype) -> Floats:
-    """Heads (rows, heads, head_dim), normalised and rotated as MLX's own functions do it."""
+    """Return heads (rows, heads, head_dim), normalised and rotated as MLX's functions do it."""
     if rotary.epsilon is not None:
         x = exact(normed(x, rotary.epsilon, dtype) * norm, dtype)
     turn, dims = rotation[:, None], rotary.dims
@@ -237,16 +237,16 @@ def finished(x: Floats, norm: Floats, rotation: Floats, rotary: Rotary, dtype: m
 
 
 def normed(x: Floats, epsilon: float, dtype: mx.Dtype) -> Floats:
-    """Heads normalised without weights."""
+    """Return heads normalised without weights."""
     return exact(x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon), dtype)
 
 
 def self_check(
     kernels: PagedKernels, features: Features = Features(), rotary: Rotary | None = None
 ) -> str | None:
-    """None when the kernels work on this device; else what is wrong.
+    """Return None if the kernels work on this device, else the error.
 
-    With `rotary`, what prepares and fuses steps is checked too.
+    With `rotary`, `rotate_and_write` and `attend_fused` are checked, too.
     """
     try:
         wrong = _check_attention(kernels, features) or check_writer(
@@ -257,13 +257,13 @@ def self_check(
             if wrong is None and not rotary.alone:
                 wrong = _check_fused(kernels, features, rotary)
     except (RuntimeError, ValueError) as error:
-        # What MLX raises when a kernel can't be compiled, loaded or launched.
+        # MLX raises these if a kernel can't be compiled, loaded or launched.
         return f"the kernel can't be run: {error}"
     return wrong
 
 
 def check_chunks(kernels: ChunkKernels, features: Features = Features()) -> str | None:
-    """None when the kernel for prompts' chunks works on this device; else what is wrong."""
+    """Return None if the kernel for prompts' chunks works on this device, else the error."""
     problem, runs = chunk_problem(kernels.shape, features, CHUNKS)
     dtype = kernels.shape.dtype
     try:
@@ -286,7 +286,7 @@ def check_chunks(kernels: ChunkKernels, features: Features = Features()) -> str 
 
 
 def difference(out: Floats, expected: Floats) -> float:
-    """The largest norm of an error over the norm of what was expected; NaN counts as infinite."""
+    """Return the largest norm of an error, relative to the expected norm; infinite for NaN."""
     error = np.linalg.norm(out - expected, axis=-1)
     norm = np.linalg.norm(expected, axis=-1)
     ratio = error / np.where(norm > 0, norm, 1.0)
@@ -370,7 +370,7 @@ def _pools(problem: Problem) -> tuple[mx.array, mx.array]:
 def _prepared(
     problem: FreshProblem,
 ) -> tuple[mx.array, mx.array, tuple[mx.array, mx.array] | None]:
-    """The product of a step, its rotations and the heads' norms."""
+    """Return the q/k/v product of a step, its rotations and the heads' norms."""
     dtype = problem.ready.shape.dtype
     qkv = mx.array(problem.qkv.reshape(len(problem.qkv), -1)).astype(dtype)
     norms = None
