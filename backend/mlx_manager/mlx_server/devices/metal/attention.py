@@ -26,7 +26,8 @@ _SOURCE = Path(__file__).with_name("attention.metal")
 # Head sizes that are served: lanes hold a whole number of elements each.
 HEAD_DIMS = (64, 72, 80, 96, 112, 128, 160, 192, 256, 512)
 SIMDGROUPS = 4
-# Query heads of a block, and of wide ones, which fill twice the registers and threadgroup memory.
+# Most query heads of a block; fewer if heads are wide, since these take twice the registers and
+# threadgroup memory.
 MOST_HEADS = 4
 MOST_WIDE_HEADS = 2
 WIDE = 256
@@ -39,7 +40,7 @@ def build(shape: AttentionShape) -> MetalKernels:
 
 
 class MetalKernels(LaunchedKernels):
-    """The Metal kernels; parts of a context are merged by a launch of its own."""
+    """Metal kernels of decode attention; a separate launch merges the parts of a context."""
 
     _merges = True
 
@@ -154,7 +155,7 @@ def attend_source(shape: AttentionShape, variant: Variant) -> KernelSource:
 
 
 def _fresh(shape: AttentionShape, rotary: Rotary, newest: str) -> str:
-    """Declares `queries`: what the q/k/v projections made of a step."""
+    """Return the source text that declares `queries`: the q/k/v projections of a step."""
     constants = (
         f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {rotary.dims}, "
         f"{flag(rotary.traditional)}, {flag(rotary.epsilon is not None)}, {flag(rotary.gated)}, "

@@ -1,4 +1,4 @@
-"""The order of launches that write into what they are given, where the device keeps none."""
+"""Order of launches that write into their inputs, for devices that do not keep the order."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from mlx_manager.mlx_server.devices import table as devices
 
 
 class LaunchOrder:
-    """Has launches come after what a step, or a write, has given.
+    """Order of launches: later ones depend on the result of a step or a write before them.
 
-    MLX on Metal orders launches by the arrays that they bind: one waits for those whose results it
-    takes. A write into an input gives no result that later readers and writers of the same pages
-    take, so what they do take is made to depend on what came before. Launches of a CPU's or an
-    NVIDIA GPU's stream run in the order in which they are queued, and pay nothing here.
+    MLX on Metal orders launches by the arrays that they bind: a launch waits for those whose
+    results it takes. A write into an input gives no result that later readers and writers of the
+    same pages take, so one of their other inputs is made to depend on the earlier launch. Launches
+    of a CPU's or an NVIDIA GPU's stream run in the order in which they are queued, and cost nothing
+    here.
 
     Source: `CommandEncoder` in mlx/backend/metal/device.cpp.
 
     Attributes:
-        kept: the device keeps the order by itself.
+        kept: whether the device keeps the order by itself.
     """
 
     def __init__(self, *, kept: bool | None = None) -> None:
         self.kept = devices.current().in_order if kept is None else kept
-        # (1,) int32, 0: what comes next is after it.
+        # (1,) int32, 0: later launches depend on it.
         self._last: mx.array | None = None
 
     def after(self, x: mx.array) -> mx.array:
-        """`x`, once all that `then` was told of has been done."""
+        """Return `x`, made to depend on all launches that `then` was told of."""
         return x if self._last is None else x + self._last.astype(x.dtype)
 
     def then(self, result: mx.array) -> None:
