@@ -43,7 +43,7 @@ MOST_ROOM = 1 << 19
 TOKENS = 4096
 """Words (32 bits) of a box for a step's tokens."""
 
-# Of cuMemAdvise (CUDA driver API, unified addressing).
+# Constants of cuMemAdvise (CUDA driver API, unified addressing).
 _PREFERRED_LOCATION, _ACCESSED_BY = 3, 5
 _HOST, _DEVICE = -1, 0
 

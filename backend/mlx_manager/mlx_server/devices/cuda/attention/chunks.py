@@ -58,14 +58,14 @@ class ChunkKernels:
         self.tiles = tiles
         self._device = device
         self._blocks = blocks_of(tiles, shape, device)
-        # Blocks of cut contexts that have arrived; the kernel leaves every counter at 0.
+        # Counters of finished blocks of cut contexts; the kernel leaves every counter at 0.
         self._arrivals = mx.zeros((MOST_PARTS * shape.kv_heads,), mx.int32)
         self._no_sinks = mx.zeros((1,), mx.float32)
         mx.eval(self._arrivals, self._no_sinks)
         self._kernels: dict[Variant, Kernel] = {}
 
     def of_heads(self, kv_heads: int) -> ChunkKernels:
-        """The same kernel for so many key/value heads and their queries."""
+        """Return the same kernel for `kv_heads` key/value heads and their queries."""
         shape = replace(self.shape, q_heads=self.shape.group * kv_heads, kv_heads=kv_heads)
         return ChunkKernels(shape, self._device, self.tiles)
 
@@ -87,10 +87,10 @@ class ChunkKernels:
         softcap: float | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attention of `q`, (queries, q_heads, 1, head_dim), of those queries that `plan` is for.
+        """Attend the queries of `q`, (queries, q_heads, 1, head_dim), that are in `plan`.
 
-        The rest of the result is not set; `window` as it was planned with. For the other arguments
-        see `PagedKernels.attend`.
+        The rest of the result is not set. `window` must be that of the plan. For the other
+        arguments see `PagedKernels.attend`.
         """
         variant = Variant(scale, window, softcap, sinks is not None, divided=False)
         limits = self._no_sinks if sinks is None else sinks.astype(mx.float32)

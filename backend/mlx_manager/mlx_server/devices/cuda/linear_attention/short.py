@@ -19,11 +19,11 @@ from mlx_manager.mlx_server.devices.kernel import (
 from mlx_manager.mlx_server.devices.states import ShortShape, StateStore
 
 _SOURCE = Path(__file__).with_name("short.cu")
-# Those that there are tests of; any number would do.
+# Taps that are tested; the kernel would serve any number.
 TAPS = (2, 3, 4)
 # Channels of a thread.
 EACH = 4
-# Few, so that one row is several blocks.
+# Threads of a block: few, so that one row has several blocks.
 THREADS = 128
 
 

@@ -1,4 +1,4 @@
-"""Latent attention against plain arithmetic, on random pages: what its kernels must pass."""
+"""Checks of latent attention against plain arithmetic, on random pages."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class LatentProblem:
 
     absorbed: (queries, q_heads, rank). ends: (queries, q_heads, plain + dims), the last dims to be
     rotated. rotation: (queries, dims). latents, turned: (slots, rank) and (slots, dims), NaN
-    wherever no query may look. table: (rows, max_pages). runs: which queries see what; each has a
-    row of the table.
+    wherever no query may look. table: (rows, max_pages). runs: runs of queries; each has a row of
+    the table.
     """
 
     shape: LatentShape
@@ -65,7 +65,7 @@ class LatentProblem:
         traditional: bool,
         unused_page: int = 0,
     ) -> LatentProblem:
-        """Runs of queries, each given as (queries, tokens that the last one sees).
+        """Return a problem with runs of queries, each as (queries, tokens that the last one sees).
 
         Pages lie in random order; `unused_page` fills the rest of the table.
         """
@@ -103,12 +103,12 @@ class LatentProblem:
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """(queries,) tokens that each one sees."""
+        """Tokens that each query sees, (queries,)."""
         seen = [run.length + i for run in self.runs for i in range(run.count)]
         return np.array(seen, np.int32)
 
     def expected(self) -> Floats:
-        """(q_heads, queries, rank), by the definition, in float32; length 0 gives zeros."""
+        """Return (q_heads, queries, rank) by the definition, in float32; 0 for length 0."""
         of = self.shape
         rotary = Rotary(of.dims, self.traditional, None)
         ends = finished(self.ends[..., of.plain :], _NO_NORM, self.rotation, rotary, of.dtype)
@@ -140,8 +140,10 @@ class LatentProblem:
 
 @dataclass(frozen=True, slots=True)
 class ExpansionProblem:
-    """A problem whose queries are absorbed by random matrices of heads, and whose results are made
-    by others: absorb, (q_heads, rank, plain), and expand, (q_heads, values, rank)."""
+    """Problem with random matrices of heads that absorb the queries and expand the results.
+
+    absorb: (q_heads, rank, plain). expand: (q_heads, values, rank).
+    """
 
     latent: LatentProblem
     absorb: Floats
@@ -161,7 +163,7 @@ class ExpansionProblem:
         return ExpansionProblem(replace(own, absorbed=absorbed.swapaxes(0, 1)), *matrices)
 
     def expected(self) -> Floats:
-        """(queries, q_heads, values)."""
+        """Return the expected results, (queries, q_heads, values)."""
         found = self.latent.expected() @ self.expand.swapaxes(1, 2)
         return np.ascontiguousarray(found.swapaxes(0, 1))
 
@@ -267,7 +269,7 @@ class WriteProblem:
 
 
 def check_latent(kernels: LatentKernels, *, traditional: bool) -> str | None:
-    """None when the kernels work on this device; else what is wrong."""
+    """Return None if the kernels work on this device, else the error."""
     try:
         wrong = _check_writes(kernels, traditional)
         if wrong is not None:
@@ -277,13 +279,13 @@ def check_latent(kernels: LatentKernels, *, traditional: bool) -> str | None:
             if wrong is not None:
                 return wrong
     except (RuntimeError, ValueError) as error:
-        # What MLX raises when a kernel can't be compiled, loaded or launched.
+        # MLX raises these if a kernel can't be compiled, loaded or launched.
         return f"the kernel can't be run: {error}"
     return None
 
 
 def check_expansion(expansion: Expansion, *, traditional: bool) -> str | None:
-    """None when expanded latents give what absorbed queries and results do; else what is wrong."""
+    """Return None if expanded latents give the results of absorbed queries, else the error."""
     problem = ExpansionProblem.of(expansion.shape, EXPANDED, traditional=traditional)
     try:
         found = numbers(problem.found(expansion))
@@ -336,7 +338,7 @@ def _check_chunks(kernels: LatentKernels, traditional: bool) -> str | None:
 
 
 def _rotations(shape: LatentShape, tokens: int, traditional: bool) -> Floats:
-    """(tokens, dims) by random angles."""
+    """Return (tokens, dims) rotations by random angles."""
     angles = np.random.default_rng(2).uniform(0, 6, size=(tokens, shape.dims // 2))
     parts = np.stack([np.cos(angles), np.sin(angles)], 2 if traditional else 1)
     return parts.reshape(tokens, shape.dims).astype(np.float32)

@@ -237,7 +237,7 @@ class ExpertKernels:
             mx.eval(made)
             wrong = misrouted(experts, made)
         except (RuntimeError, ValueError) as error:
-            # As in `compare`.
+            # MLX raises these as in `compare`.
             wrong = str(error)
         self._routes_many[kind] = wrong is None
         if wrong is not None:
@@ -259,7 +259,7 @@ class ExpertKernels:
         try:
             less, got = self._timed(hidden, norm, experts)
         except (RuntimeError, ValueError) as error:
-            # What MLX raises when a kernel can't be compiled, loaded or launched.
+            # MLX raises these if a kernel can't be compiled, loaded or launched.
             self._grouped[kind] = False
             log.warning("prompts' experts are not multiplied by warpgroups: %s", error)
             return
@@ -317,7 +317,7 @@ class ExpertKernels:
         return [*routed, gated, given, *(out or [self._mix(mix, given, mixed)])]
 
     def _router_form(self, experts: Experts, rows: int, epsilon: float) -> RouterForm:
-        # As few of an expert's rows at once as most experts have.
+        # An errand has few rows, about as many as most experts have.
         mean = rows * experts.chosen / experts.count
         held = next(held for held in (8, 16, 32) if mean <= held / 2 or held == 32)
         if mean > held and self._grouped.get(_kind(experts), False):
