@@ -33,7 +33,7 @@ HEAD_SIZES = sorted({*paged.HEAD_DIMS, 72, 112, 160, 192})
 """Head sizes of known models: what every device's kernels serve, and what some device's do, or only
 its writer."""
 ROTATED = 16
-"""Elements of a head are rotated by so many."""
+"""The rotated elements of a head are a multiple of this."""
 LATENT = LatentShape(
     q_heads=4,
     rank=512,
@@ -49,7 +49,7 @@ LATENT = LatentShape(
 
 @dataclass(frozen=True, slots=True)
 class KernelCheck:
-    """One kernel for one head size and dtype. head_size None: the kernel has no heads."""
+    """Check of one kernel for one head size and dtype. head_size None: the kernel has no heads."""
 
     kernel: str
     head_size: int | None
@@ -58,10 +58,13 @@ class KernelCheck:
 
 
 def kernel_checks() -> Iterator[KernelCheck]:
-    """Every kernel that has a check of its own. What multiplies and what is recurrent has none: a
-    load compares the whole decoder with the model's modules."""
+    """Yield the check of every kernel that has one.
+
+    Matrix products and recurrent layers have no checks here: a load compares the whole decoder with
+    the model's modules.
+    """
     for dtype in DTYPES:
-        # Before attention, whose check writes, too.
+        # Check the writer before attention, whose check writes, too.
         for size in HEAD_SIZES:
             pools = Pools(KV_HEADS, size, size, dtype)
             yield KernelCheck("page writer", size, dtype, partial(_writer, pools))
@@ -79,7 +82,7 @@ def kernel_checks() -> Iterator[KernelCheck]:
 
 
 def reported(check: KernelCheck) -> dict[str, Any]:
-    """The figures of `check` for a report, by running it once or twice.
+    """Return the figures of `check` for a report, by running the check once or twice.
 
     A kernel is compiled on its first launch, so the first run's seconds less the second's are the
     compiler's.
@@ -153,5 +156,5 @@ def _draws(dtype: mx.Dtype) -> Outcome:
     try:
         return check_draws(found, dtype)
     except RuntimeError as error:
-        # Of the compiler or the driver.
+        # The compiler or the driver failed.
         return f"the kernel can't be run: {error}"

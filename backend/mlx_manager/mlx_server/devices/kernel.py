@@ -1,4 +1,4 @@
-"""A kernel as MLX's custom kernels take it: its source, and what MLX makes of that."""
+"""Custom kernels of MLX: their source, and their creation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Kernel = Callable[..., list[mx.array]]
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Why no kernel serves a shape on this device."""
+    """Reason why no kernel serves a shape on this device."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
-    """A kernel as MLX's custom kernels take it. `shared_memory` in bytes, for CUDA alone."""
+    """Source of a kernel, in the parts that MLX takes. `shared_memory`: bytes, for CUDA only."""
 
     name: str
     header: str
@@ -37,27 +37,31 @@ class KernelSource:
 
     @property
     def unique_name(self) -> str:
-        """The name that MLX caches the compiled kernel by, on disk too: it must change with
-        anything that the source says."""
+        """Name by which MLX caches the compiled kernel, on disk, too.
+
+        The name must change with the source, so it contains a hash of the source.
+        """
         digest = hashlib.sha1(f"{self.header}\0{self.body}".encode(), usedforsecurity=False)
         return f"{self.name}_{digest.hexdigest()[:16]}"
 
 
 @cache
 def source(*paths: Path) -> str:
-    """The text of source files, one after another, without comments and indentation: MLX copies
-    it at every call, where it can't be abbreviated. Ends with a line of its own, since MLX goes on
-    right behind it."""
+    """Return the text of source files, one after another, without comments and indentation.
+
+    The text is kept short because MLX copies it at every call, where it can't be abbreviated. It
+    ends with a newline, since MLX appends its own text directly.
+    """
     lines = (line.strip() for path in paths for line in path.read_text().splitlines())
     return "".join(f"{line}\n" for line in lines if line and not line.startswith("//"))
 
 
 def bounded(threads: int, blocks: int = 1) -> str:
-    """The end of a header that has the kernel compiled for blocks of `threads`, of which so many
-    are to run at a time on a multiprocessor.
+    """Return the end of a header that compiles the kernel for blocks of `threads`.
 
-    More than 256 leave each thread fewer registers than the 255 that the compiler takes to be
-    there. MLX declares the kernel itself, hence the macro.
+    blocks: blocks that are to run at a time on a multiprocessor. With more than 256 threads each
+    thread has fewer registers than the 255 that the compiler assumes. MLX declares the kernel
+    itself, hence the macro.
     """
     bounds = f"launch_bounds({threads})" if blocks == 1 else f"launch_bounds({threads}, {blocks})"
     return (
@@ -72,7 +76,7 @@ def flag(value: bool) -> str:
 
 
 def real(value: float) -> str:
-    """A float32 literal."""
+    """Return a float32 literal."""
     text = repr(float(value))
     return f"{text}f"
 
@@ -89,14 +93,14 @@ def compiled_for_cuda(text: KernelSource, *, ensure_row_contiguous: bool = True)
 
 
 class CompiledForCuda:
-    """Kernels for one type of numbers, each made when it is first asked for."""
+    """Kernels for one type of numbers, each created on first use."""
 
     def __init__(self, dtype: mx.Dtype) -> None:
         self._dtype = dtype
         self._kernels: dict[tuple[object, Hashable], Kernel] = {}
 
     def __call__(self, text: Callable[[mx.Dtype, C], KernelSource], constants: C) -> Kernel:
-        """text: gives the source for the type and the constants."""
+        """Return the kernel. text: function that returns its source for a type and constants."""
         key = (text, constants)
         if key not in self._kernels:
             self._kernels[key] = compiled_for_cuda(text(self._dtype, constants))

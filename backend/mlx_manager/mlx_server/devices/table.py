@@ -82,8 +82,8 @@ CUDA = Device(
     frees_at_once=False,
     # An H200 is busy to 0.9 with 2 048 tokens of an 8B, and to 0.6 with 512.
     chunk=2048,
-    # What an H100 is busy with where a token takes little: 64 experts, 4 a token, have a matrix
-    # product of 128 rows each with 2 048 tokens.
+    # Keeps an H100 busy if a token takes little work: of 64 experts, 4 a token, each multiplies
+    # only 128 rows with 2 048 tokens.
     ample=8192,
     # A step with prompts costs the host some 10 ms whatever they are (an 8B's 32 layers).
     least_chunk=256,
@@ -102,7 +102,7 @@ METAL = Device(
     least_by_host=True,
     # macOS ends a command buffer after about five seconds, and sooner where the screen stutters.
     buffer_seconds=0.3,
-    # What MLX puts into one: 40 on most of Apple's GPUs, 50 on the largest ones.
+    # MLX's own limit is 40 on most of Apple's GPUs, and 50 on the largest ones.
     buffer_ops=50,
     halves_failed=True,
     # Memory belongs to other programs, too: 128 pages of Qwen3 8B are 300 MB.
@@ -111,7 +111,7 @@ METAL = Device(
     # Some 200 MB. Four times as many queries at once are hardly faster.
     scores=1 << 25,
     scores_by_chunk=True,
-    # Those of MLX 0.32 (scaled_dot_product_attention.cpp), for more queries than eight.
+    # Head sizes of MLX 0.32 (scaled_dot_product_attention.cpp), for more queries than eight.
     flash_dims=frozenset({64, 80, 128}),
     # 128 rows and 512 tokens take an M1 seconds, and compile nothing that fewer do not.
     warm_rows=1,
@@ -120,7 +120,7 @@ METAL = Device(
 
 
 def current() -> Device:
-    """The default device's row."""
+    """Return the default device's row."""
     if mx.default_device() == mx.cpu:
         return CPU
     return METAL if mx.metal.is_available() else CUDA
