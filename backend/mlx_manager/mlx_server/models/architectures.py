@@ -1,4 +1,4 @@
-"""Which kinds of model the libraries can build, and how they spell them."""
+"""Kinds of model that the libraries can build, and the libraries' spelling of their names."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ ENCODERS = {
     "modernbert": "modernbert",
     "qwen3": "qwen3",
 }
-"""mlx-embeddings' module for each `model_type` that is served. XLM-RoBERTa's is RoBERTa's, too."""
+"""mlx-embeddings' module for each `model_type` that is served. RoBERTa uses XLM-RoBERTa's."""
 OTHER_ENCODERS = frozenset(
     {"camembert", "deberta-v2", "distilbert", "electra", "mpnet", "new", "nomic_bert"}
 )
-"""Encoders that are not served, known so that the refusal says what they are."""
+"""Encoders that are not served, listed so that the refusal can say what they are."""
 
 
 def has_architecture(model_type: str) -> bool:
-    """Whether mlx-lm can build a `model_type`."""
+    """Return whether mlx-lm can build a `model_type`."""
     return architecture(model_type) is not None
 
 
 @cache
 def architecture(model_type: str) -> str | None:
-    """A `model_type` as mlx-lm spells it; None if it can't build one."""
+    """Return a `model_type` as mlx-lm spells it; None if mlx-lm can't build one."""
     if (known := known_name(model_type)) in architecture_modules():
         return known
     return _spelled(model_type, renamed_architectures())
@@ -38,7 +38,7 @@ def architecture(model_type: str) -> str | None:
 
 @cache
 def known_name(model_type: str) -> str:
-    """A `model_type` as a module's or an encoder's name spells it, or as it stands if none does.
+    """Return a `model_type` in the spelling of a module's or an encoder's name, else unchanged.
 
     Imports nothing of mlx-lm.
     """
@@ -64,7 +64,7 @@ def _spelled(model_type: str, names: Collection[str]) -> str | None:
 
 
 def _letters(name: str) -> str:
-    """A name without what people spell in more than one way: case, dashes, dots, blanks."""
+    """Return a name in lower case, with dashes, dots and blanks as underscores."""
     return re.sub(r"[-_.\s]+", "_", name.strip().lower())
 
 
@@ -84,7 +84,7 @@ def architecture_modules() -> frozenset[str]:
 @cache
 def renamed_architectures() -> frozenset[str]:
     """The `model_type`s that another one's module builds."""
-    # Imports transformers, which takes a second: not before it is needed.
+    # This imports transformers, which takes a second, so it is done only when needed.
     from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
     modules = architecture_modules()

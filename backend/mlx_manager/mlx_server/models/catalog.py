@@ -1,4 +1,4 @@
-"""Which models can be loaded: a client can name only what stands here."""
+"""Catalog of the models that can be loaded; a client can name no others."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class ModelSource:
 
 
 class Catalog:
-    """Looks for models where the owner said, at most every few seconds.
+    """The models in the places that the owner named, scanned at most every few seconds.
 
-    Reads the disk: call it off the event loop. Any thread may.
+    Its methods read the disk: call them off the event loop, on any thread.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Catalog:
             log.warning("models in %s are not offered: %s", self._cache_folder, reason)
 
     def models(self) -> tuple[ModelSource, ...]:
-        """Everything that can be loaded, the default model first."""
+        """Return the models that can be loaded, the default model first."""
         with self._lock:
             if self.stale:
                 self._look()
@@ -98,15 +98,16 @@ class Catalog:
 
     @property
     def stale(self) -> bool:
-        """Whether the last look was so long ago that the next question brings another."""
+        """Return whether the last scan is so old that the next call of `models` scans again."""
         return self._clock() >= self._fresh_until
 
     def has(self, model_id: str) -> bool:
-        """Whether it was on offer at the last look. Reads no disk."""
+        """Return whether a model was on offer at the last scan, without reading the disk."""
         return model_id in self._found and self.allows(model_id)
 
     def find(self, model_id: str) -> ModelSource:
-        """
+        """Return the source of a model.
+
         Raises:
             ModelNotFound: nothing of that name is offered; the message names what is.
         """
@@ -124,13 +125,13 @@ class Catalog:
         )
 
     def configure(self, models: ModelsFile) -> None:
-        """Offer by other settings from now on: what they name is known when this returns."""
+        """Apply other settings and scan again: the models that they name are known on return."""
         with self._lock:
             self._models = models
             self._look()
 
     def rescan(self) -> None:
-        """Look again at the next question: something was downloaded or removed."""
+        """Scan again at the next call of `models`: something was downloaded or removed."""
         with self._lock:
             self._fresh_until = float("-inf")
 
@@ -144,7 +145,7 @@ class Catalog:
         return plan_removal(model_id, self._sources.models_dir, self._cache_folder)
 
     def allows(self, model_id: str) -> bool:
-        """Whether the owner lets it be named, if it is here at all."""
+        """Return whether the owner lets a model be named; it need not be here."""
         return model_id == self._sources.default_model or self._models.allows(model_id)
 
     def _look(self) -> None:
@@ -160,7 +161,7 @@ class Catalog:
             self._told_empty = empty
 
     def _all(self) -> dict[str, ModelSource]:
-        """Everything by its id: what the owner's file makes of others, too, and above them."""
+        """Return all models by id. Those that the owner's file makes from a base hide others."""
         found: dict[str, ModelSource] = {}
         for source in self._scan():
             if can_be_named(source.id):
@@ -177,7 +178,7 @@ class Catalog:
         return found | made
 
     def _scan(self) -> Iterator[ModelSource]:
-        # What the owner starts the server with may be fetched; more only if they said so.
+        # The default model may be downloaded; others only if the owner allows downloads.
         yield self._named(self._sources.default_model, downloadable=True)
         yield described(DEMO_MODEL, demo_model_path(), "embedded")
         for name in self._sources.available_models:
@@ -188,8 +189,8 @@ class Catalog:
             yield from cached_in(self._cache_folder, "hf_cache")
 
     def _named(self, name: str, *, downloadable: bool) -> ModelSource:
-        """The owner's `name`: the embedded model, a folder, one in the folder of models, or a
-        repository of the hub."""
+        """Return the source of the owner's `name`: the embedded model, a folder, a model in the
+        folder of models, or a repository of the hub."""
         if name == DEMO_MODEL:
             return described(DEMO_MODEL, demo_model_path(), "embedded")
         if is_folder(name):
@@ -206,12 +207,13 @@ class Catalog:
 
 
 def can_be_named(model_id: str) -> bool:
-    """Whether it is text: a file's name may hold any bytes, and no request or answer can."""
+    """Return whether an id is valid text: a file's name may hold any bytes, a request may not."""
     return encodable(model_id) == model_id
 
 
 def check_models_dir(models_dir: Path | None) -> None:
-    """
+    """Check that the folder of models can be read; None passes.
+
     Raises:
         InvalidSettings: there is no such folder, or this user can't read it.
     """
@@ -230,7 +232,7 @@ def check_models_dir(models_dir: Path | None) -> None:
 
 
 def cached_in(cache: Path, origin: Origin) -> Iterator[ModelSource]:
-    """The models of a cache of the hub that can be run; it holds others' files, too."""
+    """Yield the models in a cache of the hub that can be run; other programs' are left out."""
     for repository, snapshot in hub.cached_models(cache):
         source = described(repository, snapshot, origin)
         text = source.kind == "text"
@@ -239,11 +241,11 @@ def cached_in(cache: Path, origin: Origin) -> Iterator[ModelSource]:
 
 
 def folders_in(models_dir: Path) -> Iterator[ModelSource]:
-    """The models in `<models_dir>/<name>`, `<owner>/<name>` and `<owner>/<name>/<variant>`, and
-    those of the hub's cache that `models_dir` is, or has in it as `hub`."""
-    if not os.path.isdir(models_dir):  # Unlike Path's, it says no of a name that is too long.
+    """Yield the models in `<models_dir>/<name>`, `<owner>/<name>` and `<owner>/<name>/<variant>`,
+    and those of a hub's cache at `models_dir` or `<models_dir>/hub`."""
+    if not os.path.isdir(models_dir):  # Path.is_dir raises for a name that is too long.
         return
-    # Not Path's glob: a folder that goes meanwhile, or can't be looked into, would end its search.
+    # Path.glob would stop at a folder that vanishes meanwhile or can't be read.
     found = (glob(name, root_dir=models_dir, include_hidden=True) for name in CONFIGS)
     configs = (models_dir / config for config in chain.from_iterable(found))
     folders = {config.parent for config in configs if os.path.exists(config)}
@@ -259,7 +261,7 @@ def folders_in(models_dir: Path) -> Iterator[ModelSource]:
 
 
 def why_empty(models_dir: Path) -> str:
-    """Why there is no model in a folder of models, as a person would want to know it."""
+    """Return a sentence for people that says why a folder of models has no model."""
     if reason := hub.why_closed(models_dir):
         return f"{models_dir} can't be looked into: {reason}"
     if os.path.isfile(models_dir / "config.json"):
@@ -282,9 +284,9 @@ def why_empty(models_dir: Path) -> str:
 
 
 def described(model_id: str, folder: Path, origin: Origin) -> ModelSource:
-    """A source as its folder's files describe it, unknown where they can't be read."""
+    """Return a source as its folder's files describe it; unreadable facts are left unknown."""
     try:
-        # The folder's own time tells of a file that came later, as weights do in a download.
+        # The folder's own mtime shows files that are added later, as weights are in a download.
         files = (folder, *(file for name in DESCRIBING if (file := folder / name).is_file()))
         changed = tuple(file.stat().st_mtime_ns for file in files)
         model_type, context, nbytes, kind = _description(folder, changed)
@@ -298,12 +300,12 @@ def described(model_id: str, folder: Path, origin: Origin) -> ModelSource:
 
 @lru_cache(maxsize=4096)
 def _description(folder: Path, changed: tuple[int, ...]) -> tuple[str, int, int, Kind]:
-    """(model_type, context length, bytes, kind) of a folder that changed at those times."""
+    """Return (model_type, context length, bytes, kind) of a folder; `changed` keys the cache."""
     model = ModelFolder.read(folder)
     kind = kind_of(model)
     try:
         context = model.context_length if kind == "text" else longest_text(model)
     except (ModelLoadFailed, *BROKEN):
-        # What it is for tells how it is loaded, which says what is wrong.
+        # The kind is known, so the model can be loaded; the load reports the error.
         context = 0
     return model.model_type, context, model.nbytes, kind

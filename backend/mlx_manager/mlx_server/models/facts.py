@@ -1,4 +1,4 @@
-"""What a loaded model is, without the model."""
+"""Facts about a loaded model, without the model itself."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class WeightsForm:
 class ModelFacts:
     """A loaded model.
 
-    nbytes: its weights', measured. context_length: tokens of prompt and answer, or of an encoder's
-    input. sampling: values that its makers have it drawn by. thinks: True if its answers may begin
-    with thinking; None for an encoder. seconds: the load's.
+    nbytes: measured bytes of its weights. context_length: tokens of prompt and answer, or of an
+    encoder's input. sampling: the makers' sampling values. thinks: True if its answers may begin
+    with thinking; None for an encoder. seconds: duration of the load.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""Which family a model is of, by its name or by its config.json."""
+"""The family of a model, detected from its name or its config.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FAMILIES = (
 
 
 def detect_model_family(source: str | Mapping[str, Any]) -> str:
-    """The family of a model's name, or of its config.json; "default" if it is none of ours."""
+    """Return the family by a model's name or its config.json; "default" if it is not known."""
     text = source if isinstance(source, str) else str(source.get("model_type", ""))
     found = (family for family, pattern in _FAMILIES if re.search(pattern, text.lower()))
     return next(found, "default")

@@ -1,9 +1,9 @@
 """The memory that is granted to workers: who has how much, and who gives back for whom.
 
-All that models may take is granted ahead: to a model that is alone, everything. A worker that
-needs more is given what is free, then what others have and do not use, then, if somebody waits for
-it, what others only keep for reuse, and last what idle models have, which are unloaded for it.
-Nobody pays for a need that can't be met.
+All memory that models may take is granted ahead: a model that is alone has everything. A worker
+that needs more is given, in this order: free memory; memory that others have and do not use; if
+the need is urgent, memory that others only keep for reuse; and last the memory of idle models,
+which are unloaded for it. For an urgent need that can't be met, nothing is taken from anybody.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mlx_manager.mlx_server.workers.messages import (
 )
 
 ANSWER_SECONDS = 2.0
-"""Until a worker that is asked to give back is waited for no longer."""
+"""Seconds to wait for a worker that is asked to give back."""
 
 
 class Holder(Protocol):
-    """Who is granted memory."""
+    """Anything that is granted memory and can be sent messages: a worker."""
 
     def send(self, message: object) -> None: ...
 
@@ -39,8 +39,8 @@ H = TypeVar("H", bound=Holder)
 
 @dataclass(slots=True)
 class Share:
-    """One worker's part, in bytes. used, kept: as it told them last. told: what it was last told
-    that it could have on top."""
+    """One worker's part, in bytes. used, kept: the worker's last report. told: bytes that the
+    worker could have on top, as it was last told."""
 
     granted: int = 0
     used: int = 0
@@ -53,10 +53,10 @@ class Share:
 
 
 class Grants(Generic[H]):
-    """Grants memory. Any thread may call.
+    """The grants of all workers. Any thread may call.
 
-    idle: the workers whose models nobody uses, and which may go for others.
-    evict: ends one of them, and says whether there was one; `ended` follows.
+    idle: returns the workers whose models nobody uses and which may be ended for others.
+    evict: ends such a worker; False if it is in use by now. A call of `ended` follows.
 
     Attributes:
         limit: bytes that all workers may have.
@@ -73,8 +73,8 @@ class Grants(Generic[H]):
         self._evict = evict
         self._shares: dict[H, Share] = {}
         self._needs: deque[tuple[H, Need]] = deque()
-        # Those that are to give back, each until its time is over, or to end, for the first of the
-        # needs; and those that have been asked for it.
+        # Workers that the first need waits for: to give back, with the timer that ends the wait,
+        # or to end (None). `_asked`: workers that were asked for this need, each with `kept`.
         self._awaited: dict[H, threading.Timer | None] = {}
         self._asked: set[tuple[H, bool]] = set()
         self._lock = threading.RLock()
@@ -113,7 +113,7 @@ class Grants(Generic[H]):
     # -- what workers say ----------------------------------------------------------------------
 
     def enter(self, holder: H) -> None:
-        """A worker that has nothing yet."""
+        """Enter a worker, with no memory granted yet."""
         with self._lock:
             self._shares[holder] = Share()
 
@@ -136,7 +136,7 @@ class Grants(Generic[H]):
             self._serve()
 
     def ended(self, holder: H) -> None:
-        """What it had is free."""
+        """Free the memory of a worker that has ended, and drop its needs."""
         with self._lock:
             self._shares.pop(holder, None)
             self._await_no_more(holder)
@@ -173,13 +173,13 @@ class Grants(Generic[H]):
         return bool(self._awaited)
 
     def _wanted(self, holder: H, need: Need) -> int:
-        """Return what it is to have: beyond what it lacks its part of what nobody uses."""
+        """Return the bytes to grant: the need, and an equal part of what nobody uses beyond it."""
         unused = sum(share.unused for other, share in self._shares.items() if other is not holder)
         spare = max(0, self.free() + unused - need.nbytes)
         return need.nbytes + spare // len(self._shares)
 
     def _ask_back(self, others: dict[H, Share], nbytes: int, *, kept: bool) -> None:
-        """Ask the one that has most to give, and that has not been asked for this need."""
+        """Ask the worker that has the most to give and was not asked for this need before."""
         give = {
             other: share.unused + (share.kept if kept else 0)
             for other, share in others.items()
@@ -203,16 +203,16 @@ class Grants(Generic[H]):
             timer.cancel()
 
     def _give_up(self, holder: H) -> None:
-        """Wait no longer for one that does not answer."""
+        """Stop waiting for a worker that does not answer."""
         with self._lock:
             timer = self._awaited.get(holder)
-            # It may have answered, and have been asked again.
+            # The worker may have answered and been asked again, with another timer.
             if timer is threading.current_thread():
                 del self._awaited[holder]
                 self._serve()
 
     def _evict_for(self, needy: H, need: int) -> None:
-        """Have idle models go if that is enough."""
+        """Evict idle models if that frees enough."""
         idle = [h for h in self._idle() if h in self._shares and h is not needy]
         lacking = need - self.free()
         if lacking > sum(self._shares[holder].granted for holder in idle):
@@ -229,7 +229,7 @@ class Grants(Generic[H]):
             granted = 0
         share.granted += granted
         if need.urgent and granted:
-            # It tells what it uses later than it uses it.
+            # The worker's next report comes later than the use.
             share.used = min(share.granted, share.used + need.nbytes)
         share.told = self.attainable(holder)
         holder.send(Granted(granted, share.told))

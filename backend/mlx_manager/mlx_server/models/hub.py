@@ -35,8 +35,8 @@ from mlx_manager.mlx_server.utils.text import sized
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
-# What mlx-lm reads beside the weights, which the index names: a repository may hold the same ones
-# in several other formats.
+# Files that mlx-lm reads beside the weights. The weights are taken from the index instead: a
+# repository may hold the same ones in several other formats.
 FILES = (
     "*.json",
     # A sentence-transformers model's layers after the pooling.
@@ -54,14 +54,14 @@ PREFIX = "models--"
 
 
 def cache_folder() -> Path:
-    """Where the hub's clients keep what they fetched (`HF_HUB_CACHE`, `HF_HOME`)."""
+    """Return the folder of the hub's clients' downloads (`HF_HUB_CACHE`, `HF_HOME`)."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
 
 
 def why_closed(folder: Path) -> str:
-    """Why this user can't look into a folder; "" if they can, or if there is none."""
+    """Return why this user can't read a folder; "" if they can, or if there is none."""
     try:
         os.scandir(folder).close()
     except (FileNotFoundError, NotADirectoryError):
@@ -72,8 +72,8 @@ def why_closed(folder: Path) -> str:
 
 
 def cached_models(cache: Path) -> Iterator[tuple[str, Path]]:
-    """(repository, folder) of every model that a cache has all of, at its main revision if that is
-    complete, or else at the latest that is.
+    """Yield (repository, folder) of every model that is complete in a cache, at its main revision
+    if that is complete, or else at the latest complete one.
 
     Layout: `models--<owner>--<name>/{refs/main, snapshots/<commit>/}`; a snapshot's files are
     links that are made once their content is there.
@@ -85,7 +85,7 @@ def cached_models(cache: Path) -> Iterator[tuple[str, Path]]:
 
 
 def repositories_in(cache: Path) -> list[str]:
-    """Those that a cache has something of."""
+    """Return the repositories of which a cache holds anything."""
     try:
         names = sorted(os.listdir(cache))
     except OSError:
@@ -99,15 +99,15 @@ def is_repository(name: str) -> bool:
 
 
 def cached_model(cache: Path, repository: str) -> Path | None:
-    """The folder of a model that a cache has all of: see `cached_models`."""
+    """Return the folder of a model that is complete in a cache, as `cached_models`; else None."""
     try:
         return next(filter(is_complete, snapshots(repository_folder(cache, repository))), None)
     except (OSError, ValueError):
-        return None  # Not for this user, or not text: the others must be found all the same.
+        return None  # Unreadable for this user, or not text: the others must still be found.
 
 
 def snapshots(folder: Path) -> list[Path]:
-    """Those of a repository: the one that `main` names, if it is there, then the latest first."""
+    """Return the snapshots of a repository: that of `main`, if it is there, then latest first."""
     found = [path for path in folder.glob("snapshots/*") if path.is_dir()]
     main = main_commit(folder)
     return sorted(found, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
@@ -124,13 +124,14 @@ def main_commit(folder: Path) -> str:
 
 
 def is_complete(snapshot: Path) -> bool:
-    """Whether config.json and every weights file are there."""
+    """Return whether config.json and every weights file are there."""
     return (snapshot / "config.json").is_file() and not weight_files(snapshot).problem
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """blob: what a cache calls its content, whatever commits have it; "" where the hub says not."""
+    """A file of a repository. blob: the name of its content in a cache, the same for all commits;
+    "" where the hub does not say."""
 
     nbytes: int
     blob: str
@@ -140,8 +141,8 @@ class HubFile:
 class Repository:
     """A model as the hub describes it.
 
-    files: those that mlx-lm reads. licence, model_type: "" where it says none.
-    gated: its owner asks for terms to be accepted first.
+    files: the files that mlx-lm reads. licence, model_type: "" where the hub names none.
+    gated: the owner asks for terms to be accepted first.
     """
 
     id: str
@@ -156,7 +157,7 @@ class Repository:
         return sum(file.nbytes for file in self.files.values())
 
     def missing(self, cache: Path) -> int:
-        """Bytes that a cache does not hold yet."""
+        """Return the bytes that a cache does not hold yet."""
         folder = repository_folder(cache, self.id)
         snapshot, blobs = folder / "snapshots" / self.commit, folder / "blobs"
         return sum(
@@ -186,12 +187,12 @@ def look_up(repository: str) -> Repository:
 
 
 def weights_of(info: ModelInfo) -> Sequence[str]:
-    """The names of the files that hold a repository's weights: what its index names, which is
-    fetched for that, or else what a folder would be taken to have them in.
+    """Return the names of the files that hold a repository's weights: those that its index names,
+    which is fetched for that, or else those that would be chosen in a folder.
 
     Raises:
         ModelNotSupported: there are none in safetensors.
-        ModelLoadFailed: the index can't be read, or names what is not there.
+        ModelLoadFailed: the index can't be read, or names a file that is not there.
         OSError: the hub can't be reached.
     """
     from huggingface_hub.errors import GatedRepoError
@@ -202,7 +203,7 @@ def weights_of(info: ModelInfo) -> Sequence[str]:
         try:
             named = sorted({*index_of(info).values()})
         except GatedRepoError:
-            # What it takes is told all the same, and the download says what to do.
+            # The size can be told all the same; the download's error says what to do.
             return own
         if missing := [name for name in named if name not in names]:
             raise ModelLoadFailed(f"{info.id} has no {missing[0]}, which its {INDEX} names.")
@@ -220,7 +221,7 @@ def weights_of(info: ModelInfo) -> Sequence[str]:
 
 
 def index_of(info: ModelInfo) -> Mapping[str, str]:
-    """The file of each tensor in a repository, by its index: the one that is here, or else the
+    """Return the file of each tensor in a repository, from the cached index, or else from the
     hub's, which is not kept."""
     from huggingface_hub import hf_hub_download
 
@@ -234,9 +235,10 @@ def index_of(info: ModelInfo) -> Mapping[str, str]:
 
 
 def described(info: ModelInfo, weights: Sequence[str]) -> Repository:
-    """
+    """Return the repository that the hub's answer describes.
+
     Raises:
-        LookupError, TypeError, ValueError: the hub says something else than it used to.
+        LookupError, TypeError, ValueError: the answer has another form than expected.
     """
     files = {
         file.rfilename: HubFile(
@@ -258,27 +260,27 @@ def described(info: ModelInfo, weights: Sequence[str]) -> Repository:
 
 
 Report = Callable[[int, int], None]
-"""Told how many bytes of a download are there, and of how many; raising ends the download."""
+"""Callback with the bytes of a download that are there, and their total; raising ends it."""
 
 
 def fetch(repository: str, report: Report | None = None) -> Path:
-    """Download a model, or what of it is missing, and return its folder. Blocks.
+    """Download a model, or its missing files, and return its folder. Blocks.
 
-    A connection that breaks is taken up again where it broke. When the download fails all the
-    same, the files that are whole stay for the next attempt.
+    A connection that breaks is resumed where it broke. When the download fails all the same, the
+    complete files stay for the next attempt.
 
     Raises:
         ModelNotFound: there is no such repository, or it is private.
         ModelNotSupported: it has no weights in safetensors.
         ModelGated: its owner asks for a licence to be accepted, or for a token.
         DiskFull: there is no room for it; nothing was downloaded if that was clear before.
-        DownloadFailed: it can't be reached, or broke off.
+        DownloadFailed: the hub can't be reached, or the download broke off.
     """
     return fetch_files(look_up(repository), report)
 
 
 def fetch_files(wanted: Repository, report: Report | None = None) -> Path:
-    """`fetch` of what `look_up` found."""
+    """Download the repository that `look_up` found; see `fetch`."""
     from huggingface_hub import snapshot_download
 
     cache = cache_folder()
@@ -295,12 +297,12 @@ def fetch_files(wanted: Repository, report: Report | None = None) -> Path:
 
 
 LEFTOVER_SECONDS = 3600
-"""A download that runs has written to its own part within the hour."""
+"""Seconds without a write after which a partial file is a leftover of a killed download."""
 
 
 def drop_leftovers(repository: Path) -> None:
-    """Delete the parts of files that downloads which were killed left: the client never goes on
-    with one. Those that may not be deleted stay."""
+    """Delete the partial files that killed downloads left: the client never resumes one. Those
+    that this user may not delete stay."""
     for part in repository.glob("blobs/*.incomplete"):
         with suppress(OSError):
             if time.time() - part.stat().st_mtime > LEFTOVER_SECONDS:
@@ -308,7 +310,8 @@ def drop_leftovers(repository: Path) -> None:
 
 
 def check_room(repository: str, needed: int, folder: Path) -> None:
-    """
+    """Check that the disk has room for a download.
+
     Raises:
         DiskFull: fewer than `needed` bytes are free where `folder` is, or will be.
     """
@@ -321,7 +324,8 @@ def check_room(repository: str, needed: int, folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the disk that holds `folder`, which need not exist yet, nor be for this user."""
+    """Return the free bytes of the disk that holds `folder`, which need not exist yet, nor be
+    readable for this user."""
     while not os.path.exists(folder):
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -357,7 +361,7 @@ def told_apart(repository: str) -> Iterator[None]:
             "Face hub does. Check HF_ENDPOINT."
         ) from error
     except (ImportError, ValueError) as error:
-        # What the client makes of its environment: a proxy's kind, a token for a header.
+        # The client can't use its environment: a proxy's scheme, or a token in a header.
         raise DownloadFailed(
             f"{repository} could not be downloaded: {reason(error)}. Check HF_TOKEN and the "
             "proxy's variables."
@@ -389,16 +393,17 @@ def hub_address() -> str:
 
 
 def reason(error: BaseException) -> str:
-    """One line of it. The first cause says what is wrong with the connection, if it is that."""
+    """Return the first line of an error's first cause, which names a connection's problem."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def progress_bars(report: Report, there: int, total: int) -> type:
-    """A class for the client, which makes one bar for bytes written and others besides.
+    """Return a class of progress bars for the client, which makes one for the bytes written, and
+    others that are not counted.
 
-    `there` bytes need no download.
+    there: bytes that need no download.
     """
 
     class Bar:

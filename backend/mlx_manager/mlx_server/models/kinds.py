@@ -1,4 +1,4 @@
-"""What a model is for, told from its folder, and which encoders can be served."""
+"""The kind of a model (text, embedding, reranker), told from its folder."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PURPOSES: dict[Kind, tuple[str, str]] = {
 
 
 def kind_of(folder: ModelFolder) -> Kind:
-    """A head for classes makes it a reranker; sentence-transformers' files, or an architecture
-    without a head for tokens, an embedding model."""
+    """Return the kind of a model. A head for classes makes a reranker; sentence-transformers'
+    files, or an architecture without a head for tokens, make an embedding model."""
     architectures = folder.config.get("architectures") or ()
     if any(name.endswith("ForSequenceClassification") for name in architectures):
         return "reranker"
@@ -34,7 +34,7 @@ def kind_of(folder: ModelFolder) -> Kind:
 
 
 def wrong_kind(model_id: str, kind: Kind, wanted: Kind, offered: Iterable[str]) -> WrongModelKind:
-    """`offered`: the models that would do."""
+    """Return the error for a model of another kind than wanted. offered: models that would do."""
     own, path = PURPOSES[kind]
     needed, _ = PURPOSES[wanted]
     names = ", ".join(islice(offered, MOST_NAMED)) or "none"

@@ -1,4 +1,4 @@
-"""How models come into memory and go: a worker for each, started, watched and ended."""
+"""Loading and unloading of models: a worker for each, started, watched and ended."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PATIENCE = 60.0
-"""Seconds that a load waits for models in use to be given back."""
+"""Seconds that a load waits for leases of other models to end."""
 OFTEN = 1.0
 """Seconds between two looks at how far a load is."""
 FIGURES_SECONDS = 1.0
-"""Until a worker that is asked for its figures is waited for no longer."""
+"""Seconds to wait for a worker that is asked for its figures."""
 STRIKES = 3
-"""Failures in a row at the same thing after which a model's worker is started no more."""
+"""Failures in a row at the same activity after which a model's worker is not started again."""
 ANSWERING = "answering"
 NOT_LINES = frozenset({"limit", "available", "buffer_cache"})
-"""Figures of a ledger that are no promise to anybody."""
+"""Figures of a ledger that are no reservations."""
 
 Start = Callable[[str, LogSettings], tuple[socket.socket, Process]]
 """Starts a worker of that name."""
@@ -55,7 +55,7 @@ Start = Callable[[str, LogSettings], tuple[socket.socket, Process]]
 
 @dataclass(slots=True)
 class Strike:
-    """Failures in a row of a model's workers, `times` at the same thing."""
+    """Failures in a row of a model's workers, `times` at the same activity."""
 
     doing: str
     how: str
@@ -70,7 +70,7 @@ class Strikes:
         self.counts: Counter[str] = Counter()
 
     def note(self, model_id: str, doing: str, how: str) -> None:
-        """A worker has failed at something."""
+        """Record the failure of a worker."""
         self.counts[model_id] += 1
         last = self._last.get(model_id)
         again = last is not None and last.doing == doing
@@ -78,13 +78,13 @@ class Strikes:
         self._last[model_id] = Strike(doing, how, times)
 
     def note_load(self, model_id: str) -> None:
-        """A load went well: earlier ones are no failures in a row with later ones."""
+        """Record a load that went well: it ends a row of failed loads."""
         last = self._last.get(model_id)
         if last is not None and last.doing != ANSWERING:
             self.forget(model_id)
 
     def forget(self, model_id: str | None = None) -> None:
-        """The owner wants it, or all of them, tried again."""
+        """Forget the failures of a model, or of all, so that it is tried again."""
         if model_id is None:
             self._last.clear()
         else:
@@ -103,16 +103,16 @@ class Strikes:
 
 
 class Loads:
-    """Loads and unloads models, each once at a time, and tends the memory that they are granted.
+    """Loader of models, which loads each once at a time and grants memory to their workers.
 
-    Workers are lost on threads of their own, so the tables that this class changes are safe to
-    use from any.
+    The end of a worker is handled on a thread of its own, so the tables that this class changes
+    are safe to use from any thread.
 
-    find: returns where a model is on disk, once it is there.
+    find: returns the source of a model once it is on disk.
 
     Attributes:
-        grants: the memory of all.
-        under_way: loads by model.
+        grants: the memory of all workers.
+        under_way: the running loads by model.
         done, gone: loads and unloads so far, by model.
     """
 
@@ -173,8 +173,8 @@ class Loads:
         del self.under_way[model_id]
         if load.cancelled():
             return
-        # Everybody who waited may have gone: the failure is logged, and so retrieved, here, and the
-        # time that the model may be idle begins.
+        # Nobody may wait any more, so the failure is logged, and so retrieved, here. After a
+        # success the model's idle time begins.
         if (error := load.exception()) is not None:
             level = logging.INFO if isinstance(error, ModelNotFound) else logging.WARNING
             log.log(level, "%s was not loaded: %s", model_id, error)
@@ -182,7 +182,7 @@ class Loads:
             self.returns.announce()
 
     async def _load(self, model_id: str) -> None:
-        # A download takes its time: patience begins when it is done.
+        # The time limit of `patience` excludes a download.
         await self._find(model_id)
         if (down := self.strikes.reason(model_id)) is not None:
             raise ModelDown(
@@ -195,8 +195,8 @@ class Loads:
         try:
             while True:
                 seen = self.returns.count
-                # The settings may have been read again meanwhile. If they are from here on, the
-                # model is outdated by its recipe, whatever is found for its source.
+                # The settings may have been read again meanwhile. If they are read again after this
+                # line, the recipe marks the model as outdated, whatever its source.
                 recipe = self._policy.of(model_id).recipe
                 source = await self._find(model_id)
                 worker = worker or await self._begin(source.id)
@@ -260,10 +260,10 @@ class Loads:
         )
 
     async def _watched(self, worker: Worker, work: Awaitable[T]) -> T:
-        """Return what `work` returns, unless the worker gets no further.
+        """Return the result of `work`, unless the worker makes no progress.
 
         Raises:
-            ModelLoadStalled: it has said nothing new for longer than a load may.
+            ModelLoadStalled: the worker reported no progress for `load_timeout` seconds.
         """
         loop, limit = asyncio.get_running_loop(), self._limits.load_timeout
         task = asyncio.ensure_future(work)
@@ -288,7 +288,7 @@ class Loads:
     async def _make_place(self, worker: Worker, model_id: str, nbytes: int) -> None:
         """Evict until one more model may be loaded, if it can be."""
         if nbytes > self.grants.attainable(worker):
-            # In vain, models would go again for who asks next; the worker says why.
+            # Evictions would be in vain and repeat with the next request. The worker says why.
             return
         while len(self._residents.all()) >= self._limits.max_models:
             gone = self._residents.remove_idle(self._policy.may_make_place)
@@ -319,7 +319,7 @@ class Loads:
         return Unloaded(resident.id, resident.facts.nbytes, before, before - freed)
 
     def _tell(self, said: str, model_id: str, **facts: object) -> None:
-        """Log what has happened, and what MLX holds now: in words, and in bytes for machines."""
+        """Log a message with MLX's memory use: in words, and in bytes for machines."""
         usage = self.figures()["mlx"]
         told = {f"memory_{name}_bytes": nbytes for name, nbytes in usage.items()}
         extra = {"facts": {"model": model_id, **facts, **told}}
@@ -355,7 +355,7 @@ class Loads:
         return True
 
     def _idle_workers(self) -> list[Worker]:
-        """Those whose models may go, the least recently used first."""
+        """Return the workers whose models may be evicted, the least recently used first."""
         return [
             resident.worker
             for resident in self._residents.idle()
@@ -368,13 +368,13 @@ class Loads:
         self.grants.heard(worker, news)
 
     def _lost(self, worker: Worker, how: str) -> None:
-        """A worker has ended, on purpose or not."""
+        """Clean up after a worker that has ended, on purpose or not."""
         resident = self._residents.of(worker)
         if resident is not None:
             self._residents.remove(resident)
             self.gone[resident.id] += 1
         if worker.served:
-            # The next failure is none in a row with those before.
+            # A worker that has served ends the row of failures.
             self.strikes.forget(worker.name)
         self.grants.ended(worker)
         if self._workers.get(worker.name) is worker:
@@ -392,7 +392,7 @@ class Loads:
         await asyncio.gather(*map(self._look_at, workers))
 
     async def _look_at(self, worker: Worker) -> None:
-        # One that does not answer keeps its last ones.
+        # A worker that does not answer keeps its last figures.
         with suppress(WorkerFailed, TimeoutError):
             async with asyncio.timeout(FIGURES_SECONDS):
                 found: Figures = await worker.ask(Look())

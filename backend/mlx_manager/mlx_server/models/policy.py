@@ -1,4 +1,4 @@
-"""Who may stay in memory: what the owner's settings and pins say of each model."""
+"""Residence policy: the models that may stay in memory, by the owner's settings and pins."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mlx_manager.mlx_server.models.settings import ModelSettings, ModelsFile, Wi
 
 
 class Policy:
-    """What the owner's wishes come to.
+    """The owner's wishes, applied to single models.
 
-    Asyncio writes these, a value at a time; any thread may ask.
+    Only asyncio changes the wishes, one value at a time; any thread may ask.
 
     Args:
-        ttl: seconds without use until a model goes whose own settings name none.
+        ttl: seconds without use until a model is unloaded, if its own settings name none.
     """
 
     def __init__(self, wishes: Wishes, ttl: float, catalog: Catalog, residents: Residents) -> None:
@@ -29,7 +29,7 @@ class Policy:
         return self._wishes.models
 
     def follow(self, models: ModelsFile) -> None:
-        """From now on."""
+        """Use these settings from now on."""
         self._wishes.models = models
 
     def pin(self, model_id: str, pinned: bool) -> None:
@@ -76,16 +76,16 @@ class Policy:
         return not self.is_pinned(resident.id)
 
     def is_outdated(self, resident: Resident) -> bool:
-        """Whether it would be loaded otherwise now, or not at all."""
+        """Return whether a model would now be loaded from another recipe, or not at all."""
         made_otherwise = resident.recipe != self.of(resident.id).recipe
         return made_otherwise or not self._catalog.allows(resident.id)
 
     def is_over(self, resident: Resident) -> bool:
-        """Whether an idle model is to go even if nobody needs its place."""
+        """Return whether an idle model is to be unloaded even if nobody needs its place."""
         return self.is_outdated(resident) or self.rest(resident) <= 0
 
     def rest(self, resident: Resident) -> float:
-        """Seconds that an idle model may still stay if nobody uses it."""
+        """Return the seconds that an idle model may still stay if nobody uses it."""
         if self.is_pinned(resident.id):
             return float("inf")
         return self.ttl(resident.id) - self._residents.idle_for(resident)

@@ -1,11 +1,11 @@
-"""Which models are in memory: loaded when asked for, kept while there is room, evicted when idle.
+"""The model pool: models are loaded on request, kept while there is room, and evicted when idle.
 
-What the owner's file says of single models is read here, again whenever somebody asks for it; what
-it can't change while a model is loaded takes effect once that model is idle.
+The owner's settings of single models are read here, and again on request. A change that needs a
+new load takes effect once the model is idle.
 
-Each model is loaded by a worker, a process of its own (`models.loads`). One load a model, however
-many ask for it; who asks for a model that does not fit beside those in use waits for them to be
-given back, for a while.
+Each model is loaded by a worker, a process of its own (`models.loads`). A model has one load at a
+time, however many requests ask for it. A request for a model that does not fit beside those in use
+waits for their leases to end, for a limited time.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ from mlx_manager.mlx_server.workers.process import NO_LOG, LogSettings, start_pr
 T = TypeVar("T")
 P = ParamSpec("P")
 LOOK_AT_MEMORY = 10.0
-"""Seconds between two looks at how short of memory a Mac is, while nobody is answered."""
+"""Seconds between two checks of a Mac's memory pressure, while nobody is answered."""
 DISK_AT_ONCE = 8
-"""Threads that look at the disk for the catalog: one that hangs must not keep the others from it,
-nor the program from its end."""
+"""Threads that read the disk for the catalog: one that hangs must keep neither the others from
+reading nor the program from ending."""
 MOST_OFTEN, LEAST_OFTEN = 0.05, 1.0
-"""Seconds between two looks for workers that hang."""
+"""Bounds of the seconds between two checks for workers that hang."""
 log = logging.getLogger(__name__)
 
 
 class ModelPoolManager:
-    """Hands out loaded models. Its methods run in asyncio.
+    """Pool of loaded models. Its methods run in asyncio.
 
-    To make one reads the disk, as the catalog does.
-    wishes: the owner's, of single models, kept up to date here; None: what their file says.
+    The constructor reads the disk, as the catalog does.
+    wishes: the owner's wishes, kept up to date here; None: the settings of their file.
     start: starts a worker.
     """
 
@@ -109,13 +109,13 @@ class ModelPoolManager:
         self._looks: set[asyncio.Task[object]] = set()
         self._disk = DaemonThreads(DISK_AT_ONCE)
         self._pressed = Pressure.NORMAL
-        # Before any name is asked about.
+        # The first scan precedes the first question about a name.
         self.catalog.configure(self._policy.models)
 
     # -- asking for a model --------------------------------------------------------------------
 
     async def get_model(self, model_id: str | None = None) -> Resident:
-        """The model, loaded now if it was not. It may be evicted later: `lease` keeps it.
+        """Return the model, after loading it if needed. It may be evicted later: `lease` keeps it.
 
         Raises:
             ModelNotFound: nothing of that name is offered.
@@ -129,12 +129,12 @@ class ModelPoolManager:
     async def lease(
         self, model_id: str | None = None, kind: Kind | None = None
     ) -> AsyncIterator[Resident]:
-        """`get_model`, and the model stays in memory for the length of the context.
+        """Return the model as `get_model` does, and keep it in memory for the whole context.
 
-        kind: what it is wanted for; None: whatever it is.
+        kind: the kind that is wanted; None: any.
 
         Raises:
-            WrongModelKind: it is of another kind. It was not loaded for that.
+            WrongModelKind: the model is of another kind. It was not loaded for that.
         """
         name = self.resolve(model_id)
         if not self.catalog.allows(name):
@@ -150,7 +150,7 @@ class ModelPoolManager:
             self._returns.announce()
 
     async def _lease_loaded(self, name: str, kind: Kind | None) -> Resident:
-        """Load the model, and lease it before anybody else's need of room can make it go."""
+        """Load the model, and lease it before another load can evict it."""
         resident: Resident | None = None
         try:
             with self._residents.awaited(name):
@@ -162,15 +162,15 @@ class ModelPoolManager:
             return resident
         finally:
             if resident is None and name in self._residents:
-                # It was kept for a caller who has left since.
+                # The model was kept for a caller who has left since.
                 self._returns.announce()
 
     def resolve(self, model_id: str | None) -> str:
-        """The id that a request's `model` means: none, "" and "default" mean the default one.
+        """Return the id that a request's `model` means: None, "" and "default" are the default.
 
-        What is on offer or loaded means itself. `model:preset` is a preset of that model. Any other
-        name is an alias if it fits one's pattern, as may be what that stands for; if that leads
-        round in a circle, it is none. What comes of it means itself.
+        A name on offer or loaded means itself. `model:preset` is a preset of that model. Any other
+        name is replaced by the model of the first alias whose pattern it matches, again and again
+        until a name is on offer or matches none. A name whose aliases form a circle means itself.
         """
         if model_id is None or model_id in ("", "default"):
             return self._default
@@ -193,28 +193,29 @@ class ModelPoolManager:
         return name
 
     def _look_again(self) -> None:
-        """A name that is an alias now may be on offer when it is asked for next."""
+        """Scan a stale catalog in the background: a name that is an alias may be on offer soon."""
         if self.catalog.stale and not self._looks:
             look = asyncio.create_task(self._on_disk(self.catalog.models), name="look again")
             self._looks.add(look)
             look.add_done_callback(self._looks.discard)
 
     def offers(self, model_id: str) -> bool:
-        """Whether there is a model of that id, as far as is known without a look at the disk."""
+        """Return whether there is a model of that id, as far as is known without reading the
+        disk."""
         loaded = model_id in self._residents and self.catalog.allows(model_id)
         return loaded or model_id == self._default or self.catalog.has(model_id)
 
     def is_loaded(self, model_id: str) -> bool:
-        """Whether the model is in memory now."""
+        """Return whether the model is in memory now."""
         return self._policy.engine_of(self.resolve(model_id)) in self._residents
 
     def overlay(self, model_id: str) -> Overlay:
-        """Return what the owner lays over requests that name the model."""
+        """Return the owner's changes to requests that name the model."""
         return self._policy.of(model_id).overlay
 
     def sampling(self, model_id: str) -> Mapping[str, float]:
-        """What is drawn by where a request is silent: what the owner has set, and for a model that
-        is loaded what its makers say."""
+        """Return the sampling values for requests that give none: the owner's, which override the
+        makers'. The makers' are known once the model is loaded."""
         resident = self._residents.get(self._policy.engine_of(model_id))
         makers = {} if resident is None else resident.facts.sampling
         return {**makers, **self._policy.sampling(model_id)}
@@ -227,7 +228,7 @@ class ModelPoolManager:
     # -- looking at it -------------------------------------------------------------------------
 
     async def models(self) -> tuple[ModelStatus, ...]:
-        """Every model that a request may name, and those that are loaded, also while one loads."""
+        """Return every model that a request may name or that is loaded, also while one loads."""
         sources = {source.id: source for source in await self._on_disk(self.catalog.models)}
         residents = {resident.id: resident for resident in self._residents.all()}
         sources |= {r.id: r.source for r in residents.values() if r.id not in sources}
@@ -237,7 +238,7 @@ class ModelPoolManager:
         )
 
     async def status(self, model_id: str) -> ModelStatus:
-        """One of them, also by an alias.
+        """Return the status of one model, which may be named by an alias.
 
         Raises:
             ModelNotFound: nothing of that name is offered.
@@ -247,11 +248,11 @@ class ModelPoolManager:
         return next(found, None) or self._status(await self._on_disk(self.catalog.find, name), None)
 
     async def look(self) -> None:
-        """Have workers tell their figures, which `rows`, `figures` and `status` then know."""
+        """Ask the workers for their figures, which `rows`, `figures` and `status` then use."""
         await self._loads.look()
 
     def rows(self) -> list[RowStatus]:
-        """Every row of every model that had not ended at the last look."""
+        """Return every row of every model that had not ended at the last `look`."""
         return [row for r in self._residents.all() for row in r.worker.figures.rows]
 
     def workers(self) -> dict[str, int]:
@@ -259,8 +260,8 @@ class ModelPoolManager:
         return {r.id: r.worker.process.pid for r in self._residents.all()}
 
     def figures(self) -> dict[str, Any]:
-        """`ledger` and `mlx` in bytes; `engines`, `loads`, `unloads` and `failures` so far, and
-        the reasons of those that are left `down`, by model. As at the last look."""
+        """Return `ledger` and `mlx` in bytes, and by model `engines`, the counts `loads`, `unloads`
+        and `failures`, and the reasons of those left `down`. All are as at the last `look`."""
         return self._loads.figures()
 
     def failure(self, model_id: str) -> str | None:
@@ -317,12 +318,13 @@ class ModelPoolManager:
         )
 
     def _memory(self, model_id: str) -> dict[str, int]:
-        """The ledger's lines of a model, in bytes: weights, pages, states, prefill, snapshots."""
+        """Return a model's ledger lines, in bytes: weights, pages, states, prefill, snapshots."""
         lines = ((*line.partition(":"), n) for line, n in self.figures()["ledger"].items())
         return {kind: nbytes for kind, _, model, nbytes in lines if model == model_id}
 
     async def _on_disk(self, look: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """`asyncio.to_thread`, on threads that the program does not wait for."""
+        """Run a function as `asyncio.to_thread` does, on threads that the program's end does not
+        wait for."""
         return await self._disk.run(partial(look, *arguments, **named))
 
     # -- letting go ----------------------------------------------------------------------------
@@ -351,9 +353,9 @@ class ModelPoolManager:
         return None
 
     async def pin(self, model_id: str, pinned: bool) -> None:
-        """Keep a model that is loaded, or let it go when room is needed or its time is over.
+        """Pin a model, or let it be evicted when room is needed or its TTL is over.
 
-        Holds until the program ends, whatever the settings say.
+        The pin holds until the program ends, whatever the settings say.
 
         Raises:
             ModelNotFound: nothing of that name is offered.
@@ -363,9 +365,9 @@ class ModelPoolManager:
         self._returns.announce()
 
     async def keep(self, model_id: str, seconds: float) -> None:
-        """Keep a model for so long without use, 0: unload it as soon as it is idle.
+        """Set a model's TTL: seconds without use until it is unloaded, 0: as soon as it is idle.
 
-        Holds until the next call, before what the settings say; a pinned model stays.
+        The TTL holds until the next call and overrides the settings; a pinned model stays.
 
         Raises:
             ModelNotFound: nothing of that name is offered.
@@ -381,7 +383,7 @@ class ModelPoolManager:
         Raises:
             MLXManagerError: see `hub.fetch`.
         """
-        # As `_fetch`: it may take hours, in which the program can end.
+        # As in `_fetch`, a thread of its own: a download of hours must not delay the program's end.
         await DaemonThreads(1).run(partial(hub.fetch, repository, report))
         await self._on_disk(self.catalog.rescan)
 
@@ -407,7 +409,8 @@ class ModelPoolManager:
         await self._on_disk(self.catalog.rescan)
 
     async def clear_prefixes(self, model_id: str | None = None) -> dict[str, int]:
-        """Forget the prompts kept for reuse, of one model or of all; bytes given back, by model.
+        """Forget the prompts kept for reuse, of one model or of all; return the bytes given back,
+        by model.
 
         Raises:
             ModelNotFound: nothing of that name is offered.
@@ -423,7 +426,7 @@ class ModelPoolManager:
         return freed
 
     async def tend(self) -> None:
-        """Preload what is to be, and unload what has been idle for too long; until cancelled."""
+        """Preload models, and unload those that have been idle for too long; until cancelled."""
         await self._tell_unknown()
         self._preload(self._preloaded())
         while True:
@@ -435,10 +438,10 @@ class ModelPoolManager:
             await self._returns.wait(seen, rest)
 
     async def expire(self) -> float | None:
-        """Unload what has been idle for too long, or must be loaded anew, which what is preloaded
-        is then.
+        """Unload models that have been idle for too long or are outdated. Outdated models that are
+        to be preloaded are loaded again.
 
-        Returns: seconds until it will be the next one's turn; None: not before one is used.
+        Returns: seconds until the next idle model's TTL is over; None: there is none with a TTL.
         """
         policy = self._policy
         outdated = {r.id for r in self._residents.all() if policy.is_outdated(r)}
@@ -451,15 +454,15 @@ class ModelPoolManager:
         return None if rest == NEVER else max(0.0, rest)
 
     async def _mind_others(self) -> None:
-        """Give up what is only kept for reuse when other programs have come to want the memory."""
+        """Drop the prompts kept for reuse when the memory pressure of other programs rises."""
         before, self._pressed = self._pressed, self._loads.pressure()
         if self._pressed > max(before, Pressure.NORMAL):
             freed = await self.clear_prefixes(None)
             log.info("other programs want memory: prompts are kept no more: %s", freed)
 
     async def _evict(self, fits: Callable[[Resident], bool]) -> Unloaded | None:
-        """Free the least recently used idle model of those that fit, pinned ones too: none that
-        waits for room could have made those go."""
+        """Unload the least recently used idle model of those that fit, pinned ones included, and
+        wake the loads that wait for room."""
         resident = self._residents.remove_idle(fits)
         if resident is None:
             return None
@@ -468,7 +471,8 @@ class ModelPoolManager:
         return gone
 
     async def end_hanging(self, seconds: float) -> None:
-        """End the workers that do no step for so long while there is work; until cancelled."""
+        """End the workers that do no step for so many seconds while there is work; until
+        cancelled."""
         while seconds:
             self._loads.end_hanging(seconds)
             await asyncio.sleep(max(MOST_OFTEN, min(seconds / 10, LEAST_OFTEN)))
@@ -477,15 +481,16 @@ class ModelPoolManager:
         return self._residents.idle()
 
     async def reload(self) -> Reloaded:
-        """Read the models' settings again. What is idle and made otherwise is unloaded.
+        """Read the models' settings again, and unload the idle models that are outdated by them.
 
         Raises:
-            InvalidSettings: those in force stay; the message names file, key and what is allowed.
+            InvalidSettings: the file is invalid, and the settings in force stay. The message names
+                file, key and what is allowed.
         """
         async with self._reading:
             new = await self._on_disk(read_models_file, self._models_file)
             old = self._policy.models
-            # What it names is known before its patterns of names count.
+            # The catalog must know the file's models before the policy applies its patterns.
             await self._on_disk(self.catalog.configure, new)
             self._policy.follow(new)
             self._loads.strikes.forget()
@@ -510,8 +515,8 @@ class ModelPoolManager:
         return reloaded
 
     async def _tell_unknown(self) -> tuple[str, ...]:
-        """Names in the models' settings that nothing on offer has; the log has them, too, and the
-        aliases that are names of what is on offer."""
+        """Return the names in the models' settings that are not on offer. Log them, and the
+        aliases that are names of models on offer."""
         offered = {source.id for source in await self._on_disk(self.catalog.models)}
         unknown = tuple(name for name in self._policy.models.models if name not in offered)
         for name in unknown:
@@ -525,7 +530,7 @@ class ModelPoolManager:
         return (*self._policy.models.aliases(), *self._aliases)
 
     def _preloaded(self) -> list[str]:
-        """What is to be in memory before anybody asks for it, the default model first."""
+        """Return the models to load before any request, the default model first."""
         settings = self._policy.models.models
         return [self._default, *(id for id, its in settings.items() if its.preload)]
 
@@ -535,7 +540,7 @@ class ModelPoolManager:
         task.add_done_callback(self._preloads.discard)
 
     async def _preload_all(self, model_ids: Sequence[str]) -> None:
-        """`_loaded` logs those that fail."""
+        """Load the models in turn; `Loads` logs those that fail."""
         for model_id in model_ids:
             with suppress(MLXManagerError):
                 await self.get_model(model_id)
@@ -549,7 +554,7 @@ class ModelPoolManager:
         await self._loads.close()
 
     async def _source(self, model_id: str) -> ModelSource:
-        """Where the model is on disk, now if it was not."""
+        """Return the source of a model on disk, after downloading it if needed."""
         source = await self._on_disk(self.catalog.find, model_id)
         if source.path is not None:
             return source
@@ -565,7 +570,7 @@ class ModelPoolManager:
                 param="model",
             )
         with explained(source.id):
-            # It may take hours, in which the program can end.
+            # A thread of its own: a download of hours must not delay the program's end.
             path = await DaemonThreads(1).run(partial(hub.fetch, source.repository))
         self.catalog.rescan()
         return path
@@ -573,7 +578,7 @@ class ModelPoolManager:
 
 @cache
 def get_model_pool() -> ModelPoolManager:
-    """A pool of the process's own, for scripts, by the environment's settings; it lasts as they
-    do."""
+    """Return the process's pool for scripts, made by the environment's settings on the first
+    call."""
     settings = MLXServerSettings()
     return ModelPoolManager(settings.pool, settings.catalog, settings.engine)

@@ -1,4 +1,4 @@
-"""Which files a model's name stands for, so that they can be deleted: nothing else ever is."""
+"""Deletion of a model's files, and of nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_manager.mlx_server.errors import InvalidRequest, ModelNotFound
 from mlx_manager.mlx_server.models.hub import repository_folder
 
 NAME = re.compile(r"(?!\.)[^/\\\0-\x1f]+(/(?!\.)[^/\\\0-\x1f]+){0,2}")
-"""A folder's name, or up to three: what `models_dir` is looked through for."""
+"""Pattern of one to three folder names, the depth to which `models_dir` is searched."""
 
 
 Origin = Literal["models_dir", "hf_cache"]
@@ -29,7 +29,8 @@ class Removal:
     nbytes: int
 
     def carry_out(self) -> None:
-        """
+        """Delete the folders.
+
         Raises:
             OSError: a file can't be deleted; others may be gone.
         """
@@ -38,10 +39,10 @@ class Removal:
 
 
 def plan_removal(name: str, models_dir: Path | None, cache: Path) -> Removal:
-    """What is to be deleted for `name`, as the catalog shows it: of `models_dir` before the cache.
+    """Return the folders to delete for a name in the catalog; `models_dir` precedes the cache.
 
     Raises:
-        InvalidRequest: it is embedded, no name, or lies elsewhere.
+        InvalidRequest: the model is embedded or lies elsewhere, or `name` is no name.
         ModelNotFound: neither place has it.
     """
     if name == DEMO_MODEL:
@@ -76,7 +77,8 @@ def _cached(name: str, origin: Origin, cache: Path) -> Removal | None:
 
 
 def check_inside(folder: Path, place: Path) -> None:
-    """
+    """Check that no link leads from `folder` out of `place`.
+
     Raises:
         InvalidRequest: a link leads out of `place`.
     """

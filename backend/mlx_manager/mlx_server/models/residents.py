@@ -25,10 +25,10 @@ from mlx_manager.mlx_server.workers.worker import Worker
 
 @dataclass(eq=False, slots=True)
 class Resident:
-    """A loaded model, where it came from and what it was made by.
+    """A loaded model, its source and its recipe.
 
-    The rest belongs to `Residents`: `uses` counts everybody's uses up to its last one, which was
-    at `used_at` by the clock.
+    `leases`, `uses` and `used_at` belong to `Residents`. uses: number of its last use in the count
+    over all models. used_at: time of its last use by the clock.
     """
 
     id: str
@@ -62,7 +62,7 @@ class Residents:
             return model_id in self._models
 
     def get(self, model_id: str) -> Resident | None:
-        """The model, which may go at any time; None if it is not here."""
+        """Return the model, which may be removed at any time; None if it is not here."""
         with self._lock:
             return self._models.get(model_id)
 
@@ -71,7 +71,7 @@ class Residents:
         return next((r for r in self.all() if r.worker is worker), None)
 
     def lease(self, model_id: str) -> Resident | None:
-        """The model, which stays until it is given back; None if it is not here."""
+        """Return the model and keep it until it is given back; None if it is not here."""
         with self._lock:
             resident = self._models.get(model_id)
             if resident is not None:
@@ -81,18 +81,18 @@ class Residents:
 
     @contextmanager
     def awaited(self, model_id: str) -> Iterator[None]:
-        """Somebody waits for the model to be loaded, and leases it before leaving the context."""
+        """Count a caller that waits for the model to be loaded and leases it in the context."""
         with self._lock:
             self._awaited[model_id] += 1
         try:
             yield
         finally:
             with self._lock:
-                # Names that nobody waits for any more go.
+                # The subtraction drops names that nobody waits for any more.
                 self._awaited -= Counter([model_id])
 
     def in_use(self, resident: Resident) -> bool:
-        """Whether somebody has a lease, or is about to take the first."""
+        """Return whether somebody has a lease, or is about to take the first."""
         return bool(resident.leases) or resident.id in self._awaited
 
     def give_back(self, resident: Resident) -> None:
@@ -101,13 +101,13 @@ class Residents:
             self._touch(resident)
 
     def idle(self) -> list[Resident]:
-        """Those that nobody uses, the least recently used first."""
+        """Return the models that nobody uses, the least recently used first."""
         with self._lock:
             idle = [r for r in self._models.values() if not self.in_use(r)]
             return sorted(idle, key=lambda resident: resident.uses)
 
     def remove_idle(self, fits: Callable[[Resident], bool]) -> Resident | None:
-        """Take out the least recently used model that fits and is not in use; None if none."""
+        """Remove and return the least recently used idle model that fits; None if there is none."""
         with self._lock:
             idle = [r for r in self._models.values() if not self.in_use(r) and fits(r)]
             if not idle:
@@ -115,13 +115,13 @@ class Residents:
             return self._models.pop(min(idle, key=lambda resident: resident.uses).id)
 
     def remove(self, resident: Resident) -> None:
-        """Take out a model, in use or not, if it is here."""
+        """Remove a model, in use or not, if it is here."""
         with self._lock:
             if self._models.get(resident.id) is resident:
                 del self._models[resident.id]
 
     def idle_for(self, resident: Resident) -> float:
-        """Seconds since the last lease ended; 0 while there is one."""
+        """Return the seconds since the last lease ended; 0 while there is one."""
         return 0.0 if resident.leases else self._clock() - resident.used_at
 
     def all(self) -> tuple[Resident, ...]:
@@ -135,7 +135,7 @@ class Residents:
 
 
 class Returns:
-    """Counts the leases given back, and wakes who waits for the next."""
+    """Count of the leases given back, whose increase can be awaited."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -146,7 +146,7 @@ class Returns:
         self._next.set()
 
     async def wait(self, seen: int, seconds: float | None) -> None:
-        """Until `count` exceeds `seen`, or the seconds have passed."""
+        """Wait until `count` exceeds `seen`, or the seconds have passed."""
         if self.count > seen:
             return
         self._next.clear()

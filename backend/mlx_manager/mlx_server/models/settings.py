@@ -1,4 +1,4 @@
-"""What the owner says of single models, in one TOML file.
+"""The owner's settings of single models, in one TOML file.
 
     allow = ["mlx-community/*", "support"]      # what may be named; without it, all there is
 
@@ -18,7 +18,7 @@
     template_args = { enable_thinking = false }
     thinking_budget = 500
 
-It is parsed once into frozen pieces; nothing reads it but `read_models_file`.
+The file is parsed once into frozen dataclasses, by `read_models_file` alone.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _beside(path: Path, info: ValidationInfo) -> Path:
     _plain(str(path))
     found = folder / expanded(path)
     try:
-        # Whether it is there is asked when it is loaded; here, whether that can be asked.
+        # The load checks that the path exists; this checks that it can be looked up at all.
         found.is_dir()
     except OSError as error:
         raise ValueError(f"must be a path that can be used ({error.strerror})") from error
@@ -112,7 +112,7 @@ Name = Annotated[str, Field(min_length=1), AfterValidator(_plain)]
 Duration = Annotated[float, BeforeValidator(_seconds)]
 Switch = Annotated[bool, Field(strict=True)]
 AS_TOML_HAS_IT = Field(strict=True)
-"""A text or a truth value is no number here."""
+"""Strict validation: a text or a truth value is no number."""
 KNOWN_ONLY = ConfigDict(extra="forbid")
 IN_TOML = {
     "bool_type": "must be true or false",
@@ -121,12 +121,12 @@ IN_TOML = {
     "path_type": "must be a path",
     "tuple_type": "must be a list",
 }
-"""What some of pydantic's findings are called there."""
+"""Wording in TOML's terms of some of pydantic's errors, by their types."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """How a model draws where a request is silent; None: as the request's protocol has it."""
+    """A model's sampling for requests that give none; None: the request's protocol decides."""
 
     __pydantic_config__: ClassVar[ConfigDict] = KNOWN_ONLY
 
@@ -146,8 +146,8 @@ _SAMPLING = TypeAdapter(SamplingDefaults)
 
 
 def makers_sampling(folder: Path) -> Mapping[str, float]:
-    """What the model's makers have it drawn by: generation_config.json, as vLLM reads it, that is
-    without `do_sample`. What can't be is left out, and the log says so."""
+    """Return the makers' sampling values: generation_config.json as vLLM reads it, that is without
+    `do_sample`. Invalid values are left out and logged."""
     file = folder / "generation_config.json"
     try:
         stated = read_json(file) if file.is_file() else {}
@@ -166,10 +166,10 @@ def makers_sampling(folder: Path) -> Mapping[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a model is made of and how: if it changes, the model must be loaded again.
+    """The settings that a model is loaded by: if one changes, the model must be loaded again.
 
-    base: the id or folder of its weights; None: its own name. adapter: a folder of mlx-lm's.
-    context_length: fewer tokens than it could take. weights: None as the server has it.
+    base: the id or folder of its weights; None: its own name. adapter: a folder in mlx-lm's format.
+    context_length: a lower limit than the model's own. weights: None: the server's setting.
     """
 
     base: str | None = None
@@ -183,11 +183,11 @@ AS_IT_IS = Recipe()
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """One model's table. ttl: seconds without use until it is unloaded; None as the server has it.
+    """One model's table. ttl: seconds without use until it is unloaded; None: the server's setting.
 
-    The first four make up its `recipe`. A name with a base and without an adapter or a form of
-    weights of its own is a preset: it shares the base's engine, pages and prefix cache, and what
-    its table says lies over the requests that name it.
+    The first four settings make up its `recipe`. A name with a base and without an adapter or a
+    form of weights of its own is a preset: it shares the base's engine, KV pages and prefix cache,
+    and its table applies to the requests that name it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = KNOWN_ONLY
@@ -211,7 +211,7 @@ class ModelSettings:
 
     @property
     def overlay(self) -> Overlay:
-        """Return what lies over requests; the limit of the context is the preset's alone."""
+        """Return the changes to requests; only a preset's limit of the context is among them."""
         return Overlay(
             self.system,
             self.template_args,
@@ -240,7 +240,7 @@ class ModelsFile:
         return self.allow is None or any(fnmatchcase(model_id, name) for name in self.allow)
 
     def aliases(self) -> tuple[tuple[str, str], ...]:
-        """Patterns of names, each with the id it stands for, in the file's order."""
+        """Return patterns of names, each with the id it stands for, in the file's order."""
         return tuple(
             (alias, model) for model, settings in self.models.items() for alias in settings.aliases
         )
@@ -248,10 +248,10 @@ class ModelsFile:
 
 @dataclass(eq=False, slots=True)
 class Wishes:
-    """The settings in force, and the pins and seconds without use that were set since the start,
-    which go before them.
+    """The settings in force, and the pins and TTLs that were set since the start, which override
+    them.
 
-    They outlive a pool: the next one is given them.
+    The wishes outlive a pool: the next one is given them.
     """
 
     models: ModelsFile
@@ -264,13 +264,13 @@ _FILE = TypeAdapter(ModelsFile)
 
 
 def read_models_file(path: Path | None) -> ModelsFile:
-    """The file's settings; without a file, none.
+    """Return the file's settings; without a file, none.
 
-    Paths in it that are not absolute start in its folder.
+    Relative paths in the file start in its folder.
 
     Raises:
-        InvalidSettings: it can't be read, or says what can't be; the message names file, key and
-            what is allowed.
+        InvalidSettings: the file can't be read, or a setting is invalid; the message names file,
+            key and what is allowed.
     """
     if path is None:
         return ModelsFile()
@@ -311,7 +311,7 @@ def _sentence(problem: ErrorDetails) -> str:
 
 
 def _key(location: Sequence[int | str]) -> str:
-    """`models."a/b".sampling.top_p`, as one writes it in TOML."""
+    """Return a location as a TOML key, such as `models."a/b".sampling.top_p`."""
     plain = re.compile(r"[\w-]+")
     steps = (str(step) for step in location if step != "[key]")
     return ".".join(

@@ -1,4 +1,4 @@
-"""What the pool says of its models."""
+"""Status reports of the pool about its models."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ State = Literal["loaded", "loading", "loadable", "down"]
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """What is known of one model. nbytes: measured once loaded, of its files before.
+    """Status of one model. nbytes: its weights', measured once loaded, of its files before.
 
-    ttl: seconds without use after which it goes, and idle: how many of them have passed; None
+    ttl: seconds without use after which it is unloaded. idle: seconds without use so far; None
     while it answers or is not loaded. memory: the ledger's lines of this model, in bytes. outdated:
-    its settings have changed since it was loaded; it is loaded anew once it is idle. sampling: what
-    a model that is loaded is drawn by where a request is silent, beyond the protocols' defaults.
-    thinks: True if its answers may begin with thinking; None while it is not loaded. doing: what
-    its load is at. failure: why it is down.
+    its settings have changed since it was loaded; it is loaded anew once it is idle. sampling:
+    values of a loaded model for requests that give none, beyond the protocols' defaults. thinks:
+    True if its answers may begin with thinking; None while it is not loaded. doing: the current
+    stage of its load. failure: the reason why it is down.
     """
 
     id: str
@@ -52,7 +52,7 @@ class ModelStatus:
 
 @dataclass(frozen=True, slots=True)
 class Unloaded:
-    """A model that has been unloaded. `nbytes`: its weights'; MLX's active bytes around it."""
+    """A model that has been unloaded. nbytes: its weights'. before, after: MLX's active bytes."""
 
     id: str
     nbytes: int
@@ -62,7 +62,7 @@ class Unloaded:
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What reading the models' settings again has changed, by ids.
+    """Changes from reading the models' settings again, as ids.
 
     unloaded: idle models that are to be loaded anew. outdated: the same, while they answer.
     unknown: names in the file that nothing on offer has.
