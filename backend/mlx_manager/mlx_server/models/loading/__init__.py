@@ -1,1 +1,1 @@
-"""From a checked folder to a model in memory."""
+"""The load of a model from a checked folder into memory."""

@@ -1,14 +1,15 @@
-"""How the float32 weights of a CPU's products lie in memory: by rows, as stored, by columns, or in
-blocks. Products with a layer of each shape are timed, and the fastest is taken; of experts as they
-are stored, and in blocks.
+"""Layouts of the float32 weights of a CPU's products: by rows (as stored), by columns, in blocks.
 
-By rows or by columns a BLAS packs the weight for every product, and with few rows the packing
-takes the time. It crawls where the stride is a large power of two, which for one layout is the
-number of inputs and for the other that of outputs. Blocks it need not pack, if it has kernels for
-that (see `blocked`).
+Products with layers of each shape are timed in every layout, and the fastest layout is taken.
+Experts are timed as stored and in blocks only.
 
-Products are timed with weights that lie in memory, unless the caches hold a whole model: what a
-step has read before it comes to a layer has pushed that layer's weight out of them.
+A BLAS packs a weight that lies by rows or by columns for every product. With few rows the packing
+takes most of the time. Packing is slow where the stride is a large power of two; the stride is the
+number of inputs in one of these layouts and the number of outputs in the other. A BLAS with kernels
+for blocks need not pack them (see `blocked`).
+
+Products are timed with weights in memory, unless the caches hold a whole model: before a step
+reaches a layer, its earlier reads have pushed that layer's weight out of the caches.
 """
 
 from __future__ import annotations
@@ -35,33 +36,33 @@ from mlx_manager.mlx_server.models.loading.timing import CHOSEN, ROWS, CacheFlus
 from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
 SMALLEST = 2**16
-"""Numbers of a weight whose layout is tried."""
+"""Least elements of a weight for which other layouts are tried."""
 SAMPLE = 2**23
-"""Bytes of weights that are multiplied in turn, where layers have so many: that takes long beside
-the time in which the thread that computes wakes up."""
+"""Bytes of alike layers that are multiplied in one timing, if there are so many: the products then
+take long beside the wake-up of the computing thread."""
 EXPERTS_SAMPLE = 2**26
-"""The same of experts. Of each no more outputs are taken than that has room for."""
+"""The same for experts, of which each is cut to as many outputs as fit."""
 GAIN = 0.9
-"""Of a product's time, that a change of layout must bring it below."""
+"""Share of a product's time below which another layout must bring it."""
 
 MANY_ROWS = 64
-"""Of a prompt. A BLAS may have several threads for them, and for blocks it has one."""
+"""Rows of the timed prompt. A BLAS may use several threads for them, but one for blocks."""
 MOST_OUTPUTS = 65 * 64
-"""Of a layer that is multiplied by so many: all of a vocabulary's would take long."""
+"""Most outputs of a layer in the timing of a prompt: a whole vocabulary would take long."""
 FEW_EXPERTS = 4
-"""Of a layer, that a prompt's rows are shared out among when it is timed."""
+"""Experts of a layer among which the rows of the timed prompt are shared out."""
 LOSS = 1.1
-"""Of a prompt's time, that blocks may bring it to."""
+"""Most that blocks may take for a prompt, as a multiple of the time without blocks."""
 
 Times = list[float]
-"""Seconds of products with so many rows as `ROWS` has, and with `MANY_ROWS`."""
+"""Seconds of a product for each number of rows in `ROWS`, and last for `MANY_ROWS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Counts of a model's products by the layout of their weights.
 
-    cache: bytes of the CPU's largest. cached: whether it holds all the weights.
+    cache: bytes of the CPU's largest cache. cached: True if that cache holds all the weights.
     """
 
     blocks: int
@@ -80,10 +81,11 @@ class Layout:
 
 
 def lay_out(model: nn.Module, cache: int | None = None, doing: Doing = unheard) -> Layout:
-    """Turn the weights whose products are faster for it.
+    """Change the layout of the weights whose products become faster by it.
 
-    Lazily, as `weights.convert`. All that can be in blocks is, or nothing: what is not alike could
-    not be joined. cache: bytes of the CPU's largest, this machine's unless told.
+    The change is lazy, as in `weights.convert`. All `blockable_layers` go into blocks, or none: the
+    engine joins layers of one kind only. cache: bytes of the CPU's largest cache; None: as measured
+    on this machine.
     """
     cache = cache or last_level_cache()
     nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
@@ -100,7 +102,7 @@ def lay_out(model: nn.Module, cache: int | None = None, doing: Doing = unheard) 
 
 
 def _lay_out_layers(model: nn.Module, flush: CacheFlush | None, doing: Doing) -> int:
-    """Returns how many lie by columns."""
+    """Lay out the layers that are not experts, and return the number that lie by columns."""
     blockable = blockable_layers(model)
     in_blocks = {id(layer) for layer in blockable.values()}
     turned: list[nn.Linear] = []
@@ -138,33 +140,34 @@ def _lay_out_experts(model: nn.Module, flush: CacheFlush | None) -> None:
 
 
 def are_better(with_blocks: Sequence[Times], without: Sequence[Times]) -> bool:
-    """Whether blocks are, by the times of each layer: for few rows, and no worse for a prompt."""
+    """Return whether blocks are faster for few rows, summed over the layers, and at most by `LOSS`
+    slower for a prompt."""
     ours, others = (list(map(sum, zip(*each, strict=True))) for each in (with_blocks, without))
     return bool(ours) and gains(ours, others) and ours[-1] <= LOSS * others[-1]
 
 
 def gains(times: Sequence[float], over: Sequence[float]) -> bool:
-    """With few rows."""
+    """Return whether products with few rows become faster by more than `GAIN`, in their mean."""
     few = len(ROWS)
     return prod(times[:few]) < GAIN**few * prod(over[:few])
 
 
 def by_columns(layer: nn.Linear) -> nn.Linear:
-    """The same layer, its weight lying in memory column by column."""
+    """Return a copy of the layer whose weight lies in memory column by column."""
     turned = copy.copy(layer)
     turned.weight = mx.contiguous(layer.weight.T).T
     return turned
 
 
 def float32_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The `nn.Linear` layers, by name."""
+    """Yield the `nn.Linear` layers with float32 weights, by name."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear and module.weight.dtype == mx.float32:
             yield name, module
 
 
 def layers_alike(model: nn.Module) -> list[list[nn.Linear]]:
-    """The float32 `nn.Linear` layers, grouped by shape, of a size whose layout matters."""
+    """Return the float32 `nn.Linear` layers of at least `SMALLEST` elements, grouped by shape."""
     groups: dict[tuple[int, ...], list[nn.Linear]] = {}
     for _, layer in float32_layers(model):
         groups.setdefault(layer.weight.shape, []).append(layer)
@@ -172,8 +175,8 @@ def layers_alike(model: nn.Module) -> list[list[nn.Linear]]:
 
 
 def blockable_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Those that can be in blocks, by name, with all siblings that have the same inputs: the engine
-    joins layers of one kind only."""
+    """Return the float32 layers that can be in blocks, by name. A layer counts only if all siblings
+    with as many inputs can be, too: the engine joins layers of one kind only."""
     families: dict[tuple[str, int], dict[str, nn.Linear]] = {}
     for name, layer in float32_layers(model):
         family = name.rpartition(".")[0], layer.weight.shape[1]
@@ -191,7 +194,8 @@ def times_of(
     laid: Callable[[nn.Linear], nn.Linear],
     flush: CacheFlush | None = None,
 ) -> Times:
-    """Of a product with one of `layers`, which are alike, in that layout."""
+    """Return the times of a product with one of `layers`, which are alike, in the layout that
+    `laid` makes."""
     sample = [laid(layer) for layer in layers[: -(-SAMPLE // layers[0].weight.nbytes)]]
     times = []
     for rows in ROWS:
@@ -204,7 +208,7 @@ def times_of(
 
 
 def experts_alike(model: nn.Module) -> list[dict[str, SwitchLinear]]:
-    """The float32 experts that can be in blocks, by name, grouped by shape."""
+    """Return the float32 experts that can be in blocks, by name, grouped by shape."""
     groups: dict[tuple[int, ...], dict[str, SwitchLinear]] = {}
     for name, module in model.named_modules():
         if type(module) is SwitchLinear and module.weight.dtype == mx.float32:
@@ -219,8 +223,8 @@ def times_of_experts(
     laid: Callable[[SwitchLinear], SwitchLinear],
     flush: CacheFlush | None = None,
 ) -> Times:
-    """Of a product with `experts` in that layout: a row has other ones than the row before, and of
-    a prompt's rows each expert has many."""
+    """Return the times of a product with `experts` in the layout that `laid` makes. Neighbouring
+    rows use different experts; in a prompt each expert has many rows."""
     count, outputs, inputs = experts.weight.shape
     times = []
     for rows in ROWS:

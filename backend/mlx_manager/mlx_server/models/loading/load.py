@@ -1,7 +1,7 @@
-"""From a model's folder to a model that can be run.
+"""The load of a text model, from its folder to a model that can be run.
 
-Everything that can be known from the files is checked before a byte of the weights is read: an
-unknown architecture, a truncated file, or a model that does not fit is refused with the reason.
+Everything that the files can tell is checked before a byte of the weights is read. An unknown
+architecture, a truncated file, or a model that does not fit is refused with the reason.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ log = logging.getLogger(__name__)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
 ADAPTER_KEYS = ("num_layers", "lora_parameters")
 KV_SHARE = 0.2
-"""Of the limit, that a conversion of the weights leaves for KV pages."""
+"""Share of the memory limit that a conversion of the weights leaves for KV pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory, with all that is needed to talk to it. nbytes: its weights', measured.
+    """A model in memory, with all that is needed to talk to it. nbytes: measured, of its weights.
 
-    vocabulary: rows of its embedding; the tokenizer may have fewer tokens, or more. sampling: what
-    its makers have it drawn by where nobody else says.
+    vocabulary: rows of its embedding; the tokenizer may have fewer tokens, or more. sampling: the
+    makers' sampling values, for requests that give none.
     """
 
     id: str
@@ -86,16 +86,16 @@ class LoadedModel:
 
 
 def weights_line(model_id: str) -> str:
-    """The ledger's line for a model's weights."""
+    """Return the name of the ledger's line for a model's weights."""
     return f"weights:{model_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """What the engine knows of a model before its weights are there.
+    """The engine's knowledge of a model before its weights are there.
 
-    least_working: bytes that its steps work on at least, by the tokens that it takes.
-    multiplies_packed: whether there are kernels for few rows and its weights as they are packed.
+    least_working: returns the least working memory of its steps in bytes, by its context length.
+    multiplies_packed: returns True if there are kernels for few rows and its packed weights.
     """
 
     least_working: Callable[[nn.Module, int], int] = lambda model, context_length: 0
@@ -117,9 +117,10 @@ def load(
 ) -> LoadedModel:
     """Load a model, on the MLX thread.
 
-    prepared: what `prepared_text` made of the same source and recipe. doing: told what is begun.
+    prepared: the result of `prepared_text` for the same source and recipe. doing: called with each
+    stage that begins.
 
-    The weights stand in the ledger as `weights:<id>`; when it is raised, they don't.
+    The weights are in the ledger as `weights:<id>`, unless the load raises.
 
     Raises:
         ModelNotSupported: mlx-lm lacks the architecture, or it needs code of the repository.
@@ -167,8 +168,8 @@ def settle(
     *,
     doing: Doing = unheard,
 ) -> tuple[WeightsForm, int]:
-    """Bring the weights into memory in the form that is fastest; their form, and their bytes as
-    the ledger has them from now on."""
+    """Bring the weights into memory in the fastest form. Return the form, and the bytes, which the
+    ledger has from now on."""
     doing("the fastest form of its weights is chosen")
     weights = settle_weights(model, model_id, limits, ledger, foresight)
     if default_device() == "cpu":
@@ -184,7 +185,8 @@ def settle(
 class Checked:
     """A model whose files are sound, as far as can be told without reading the weights.
 
-    context_length: as the recipe has it. nbytes: of the weights' files, an adapter's included.
+    context_length: the recipe's, or the model's own. nbytes: of the weights' files, an adapter's
+    included.
     """
 
     folder: ModelFolder
@@ -194,14 +196,14 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class CheckedText(Checked):
-    """`plan`: how it is built."""
+    """A text model whose files are sound. plan: the plan by which it is built."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedText:
-    """Parts of a load that come of the small files alone."""
+    """Parts of a load that need only the small files."""
 
     checked: CheckedText
     tokenizer: TokenizerWrapper
@@ -216,14 +218,14 @@ def prepared_text(
     *,
     doing: Doing = unheard,
 ) -> PreparedText:
-    """Read all but the weights: any thread may, for as long as a template or a disk takes.
+    """Read all but the weights. Any thread may call this; templates and disks may take long.
 
-    most: bytes that its weights may take. doing: told what is begun.
+    most: bytes that the weights may take. doing: called with each stage that begins.
 
     Raises:
         ModelNotSupported, ModelLoadFailed: as `checked_text` does.
         ModelTooLarge: the weights exceed `most`.
-        ValueError, OSError, ...: what the libraries raise over a tokenizer or template.
+        ValueError, OSError, ...: the libraries' errors over a tokenizer or template.
     """
     doing("its files are looked at")
     checked = checked_text(source, limits, recipe)
@@ -236,10 +238,11 @@ def prepared_text(
 
 
 def checked_text(source: ModelSource, limits: PoolLimits, recipe: Recipe) -> CheckedText:
-    """
+    """Check a text model's files and recipe, and plan how it is built.
+
     Raises:
         ModelNotSupported: mlx-lm lacks the architecture, or it needs code of the repository.
-        ModelLoadFailed: a file is missing or broken, or the recipe asks for what can't be.
+        ModelLoadFailed: a file is missing or broken, or the recipe can't be followed.
     """
     folder = checked_folder(source, limits)
     context = allowed_context(source.id, folder.context_length, recipe)
@@ -267,7 +270,7 @@ def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:
 
 
 def embedded(config: Mapping[str, Any]) -> int | None:
-    """The rows of the embedding, which the weights have been compared with."""
+    """Return the rows of the embedding by the config, which was checked against the weights."""
     size: int | None = (config.get("text_config") or config).get(
         "vocab_size", config.get("vocab_size")
     )
@@ -275,7 +278,8 @@ def embedded(config: Mapping[str, Any]) -> int | None:
 
 
 def allowed_context(model_id: str, own: int, recipe: Recipe) -> int:
-    """
+    """Return the recipe's context length, or the model's own.
+
     Raises:
         ModelLoadFailed: the owner asks for more than the model can take.
     """
@@ -288,9 +292,10 @@ def allowed_context(model_id: str, own: int, recipe: Recipe) -> int:
 
 
 def adapter_bytes(adapter: Path | None) -> int:
-    """
+    """Return the bytes of an adapter's weights, 0 without an adapter.
+
     Raises:
-        ModelLoadFailed: there is no sound adapter of mlx-lm's in that folder.
+        ModelLoadFailed: there is no sound adapter in mlx-lm's format in that folder.
     """
     if adapter is None:
         return 0
@@ -308,9 +313,9 @@ def adapter_bytes(adapter: Path | None) -> int:
 
 
 def adapted(model: nn.Module, adapter: Path) -> nn.Module:
-    """The model with its adapter's layers, which become part of the weights where those are dense.
+    """Return the model with its adapter's layers, which are fused into the weights that are dense.
 
-    Quantised weights keep the adapter beside them: to quantise the sum again would blur it.
+    Quantised weights keep the adapter beside them: quantising the sum again would lose precision.
     """
     model = load_adapters(model, str(adapter))
     model.eval()
@@ -353,10 +358,10 @@ def settle_weights(
 
 @contextmanager
 def granted(model_id: str, nbytes: int, ledger: Ledger) -> Iterator[None]:
-    """Memory for the weights, given back if the load fails.
+    """Reserve memory for the weights, and give it back if the load fails.
 
     Raises:
-        OutOfMemory: there is less left, even after relief.
+        OutOfMemory: less than `nbytes` is left, even after relief.
     """
     line = weights_line(model_id)
     if not ledger.reserve(line, nbytes):
@@ -372,11 +377,12 @@ def granted(model_id: str, nbytes: int, ledger: Ledger) -> Iterator[None]:
 
 
 def check_room(model_id: str, nbytes: int, ledger: Ledger) -> None:
-    """Ask before anything goes for the weights: in vain, it would go again for who asks next.
+    """Check that the weights can fit before anything is evicted for them: evictions in vain would
+    repeat with the next request.
 
     Raises:
-        ModelTooLarge: there is less memory than that.
-        OutOfMemory: there will be less left, even after relief.
+        ModelTooLarge: the memory limit is below `nbytes`.
+        OutOfMemory: less than `nbytes` can be left, even after relief.
     """
     check_size(model_id, nbytes, ledger.total)
     if nbytes > (attainable := ledger.attainable()):
@@ -384,7 +390,8 @@ def check_room(model_id: str, nbytes: int, ledger: Ledger) -> None:
 
 
 def check_size(model_id: str, nbytes: int, most: int) -> None:
-    """
+    """Check the weights' bytes against the memory limit.
+
     Raises:
         ModelTooLarge: the weights' bytes are more than models may take.
     """
@@ -396,9 +403,9 @@ def check_size(model_id: str, nbytes: int, most: int) -> None:
 
 
 def check_steps(model_id: str, model: nn.Module, working: int, ledger: Ledger) -> None:
-    """The same for the weights and what steps work on together.
+    """Check as `check_room` that the weights and the steps' working memory can fit together.
 
-    Raises: what `check_room` raises.
+    Raises: the errors of `check_room`.
     """
     needed = bytes_of(model) + working
     said = f"The weights of {model_id} and what its steps work on take {sized(needed)}, and "
@@ -415,7 +422,7 @@ def check_steps(model_id: str, model: nn.Module, working: int, ledger: Ledger) -
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Of its weights, in memory or not."""
+    """Return the bytes of a model's weights, in memory or not."""
     return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 

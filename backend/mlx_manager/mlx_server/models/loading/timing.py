@@ -1,7 +1,7 @@
-"""Which form of the weights is fastest: one product of a typical layer, timed in each.
+"""Choice of the fastest form of the weights: one product of a typical layer is timed in each form.
 
-On a CPU what is timed lies where a step will find it: in the caches if they hold all of a model's
-weights, and otherwise in memory, which may take ten times as long.
+On a CPU the timed weights lie where a step will find them: in the caches if those hold all of a
+model's weights, and otherwise in memory, from which reading may take ten times as long.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ from mlx_manager.mlx_server.models.loading.weights import (
 
 LAYERS = (nn.Linear, nn.QuantizedLinear, SwitchLinear, QuantizedSwitchLinear)
 ROWS = (1, 16)
-"""A conversation alone, and a batch."""
+"""Rows of the timed products: a conversation alone, and a batch."""
 CHOSEN = 8
-"""Experts of a row."""
+"""Experts per row in a timed product."""
 SORTED = 64
-"""Pairs of a row and an expert from which on mlx-lm puts them in order by expert, and says so."""
+"""Pairs of a row and an expert from which on mlx-lm sorts them by expert (`sorted_indices`)."""
 SAMPLE_ELEMENTS = 2**20
-"""Of a weight, on a CPU, where a product with a whole layer may take a second."""
+"""Elements of a weight that are timed on a CPU: a product with a whole layer may take a second."""
 HOPELESS = 8.0
 """A form that many times slower than the best with one row is not timed with more."""
 ROUNDS = 2
-"""In which every form has its turn, since what else the machine does outlasts a form's turn."""
+"""Rounds in which every form is timed once: other load of the machine outlasts one timing."""
 SAMPLES, ENOUGH = 3, 0.002
-"""A product is timed so many times, and so many seconds in all, at least."""
+"""Least number of timings of a product, and their least sum in seconds."""
 ALIKE, MOST_SAMPLES = 1.05, 12
-"""The least time is believed once another is as little, but for a twentieth, or after so many: what
-else a busy machine does lengthens single ones."""
+"""The least time is accepted once a second one exceeds it by at most a twentieth, or after
+`MOST_SAMPLES` timings: other load of a busy machine lengthens single ones."""
 FLUSHED, LEAST_FLUSHED, MOST_FLUSHED = 2, 2**26, 2**29
-"""Times the last-level cache that are read to empty it, and bytes at least and at most: a virtual
-machine may be told a size that is not its own."""
+"""Bytes read to empty the last-level cache, as a multiple of its size, with their bounds: a virtual
+machine may report another size than it has."""
 AT_ONCE = 0.001
-"""Seconds of products that are timed together, as a step has many: to wake the thread that computes
-may take 0.1 ms, ten times a small product."""
+"""Seconds of products that are timed together, as a step has many: waking the computing thread may
+take 0.1 ms, ten times a small product."""
 
 
 def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> tuple[Form, str]:
-    """The form with the least product of its times with one row and with many, and the figures.
+    """Return the form with the least product of its times with one row and with many, and the
+    times as text.
 
-    Evaluates one layer of `model`, which stays in the form it has.
+    One layer of `model` is evaluated; its form stays.
     """
     layer = typical_layer(model)
     if layer is None:
@@ -84,14 +85,14 @@ def fastest(model: nn.Module, forms: Sequence[Form], device: Device) -> tuple[Fo
 
 
 def is_hopeless(form: Form, times: Mapping[Form, Mapping[int, float]]) -> bool:
-    """By its time with one row, beside those of the forms that have been timed."""
+    """Return whether a form takes `HOPELESS` times as long with one row as the best form so far."""
     alone = ROWS[0]
     best = min(taken[alone] for taken in times.values() if taken)
     return times[form][alone] > HOPELESS * best
 
 
 def typical_layer(model: nn.Module) -> nn.Module | None:
-    """A layer of the kind that most of the weights belong to, of median size."""
+    """Return a layer of median size, of the kind that most of the weights belong to."""
     kinds: dict[type, list[nn.Module]] = {}
     for _, module in model.named_modules():
         if isinstance(module, LAYERS):
@@ -103,7 +104,7 @@ def typical_layer(model: nn.Module) -> nn.Module | None:
 
 
 def sample_of(layer: nn.Module, device: Device) -> nn.Module:
-    """A copy of `layer`, on a CPU cut to its first experts and outputs."""
+    """Return a copy of `layer`, on a CPU cut to its first experts and outputs."""
     if device != "cpu":
         return copy.copy(layer)
     inputs = elements(layer) // prod(layer.weight.shape[:-1])
@@ -115,14 +116,14 @@ def sample_of(layer: nn.Module, device: Device) -> nn.Module:
 
 
 def part_of(layer: nn.Module, cut: tuple[slice, ...]) -> nn.Module:
-    """A copy of `layer` with a part of each parameter."""
+    """Return a copy of `layer` with the part `cut` of each parameter."""
     part = copy.copy(layer)
     part.update({name: array[cut] for name, array in layer.parameters().items()})
     return part
 
 
 class CacheFlush:
-    """Empties a CPU's caches of weights by reading something else. cache: bytes of the largest."""
+    """Reader of other memory, which empties a CPU's caches. cache: bytes of the largest cache."""
 
     def __init__(self, cache: int) -> None:
         self._cache = cache
@@ -130,24 +131,26 @@ class CacheFlush:
         self._other: mx.array | None = None
 
     def before(self, nbytes: int) -> CacheFlush | None:
-        """Itself if steps that go through weights of `nbytes` find none in the caches."""
+        """Return this flush if weights of `nbytes` exceed the cache, so that steps find none in
+        it; else None."""
         return self if nbytes > self._cache else None
 
     def __call__(self) -> None:
         if self._other is None:
             self._other = mx.ones((self.nbytes // 4096, 1024))
             mx.eval(self._other)
-        # By the thread that computes the products: some caches are a core's own. Sums of columns
-        # are the fastest that MLX reads.
+        # The thread that computes the products must read: some caches belong to one core. Sums of
+        # columns are MLX's fastest way to read.
         mx.eval(self._other.sum(axis=0))
 
 
 def seconds(
     layers: Sequence[nn.Module], rows: int, dtype: mx.Dtype, flush: CacheFlush | None = None
 ) -> float:
-    """The least time of products with `layers`, which are alike, and `rows` rows of activations.
+    """Return the least time of products with all `layers`, which are alike, and `rows` rows of
+    activations.
 
-    flush: before each time that is taken.
+    flush: called before each timing.
     """
     layer = layers[0]
     inputs = elements(layer) // prod(layer.weight.shape[:-1])
@@ -178,7 +181,8 @@ def seconds(
 
 
 def least_seconds(work: Callable[[], object], flush: CacheFlush | None = None) -> float:
-    """Of several times that `work` is done."""
+    """Return the least seconds that `work` takes in several runs: of the CPU if MLX computes there,
+    else by the clock."""
     taken_by = cpu_seconds if default_device() == "cpu" else wall_seconds
     taken: list[float] = []
     while not is_believed(taken):

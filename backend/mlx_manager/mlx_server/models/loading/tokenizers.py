@@ -26,8 +26,8 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> TokenizerWrapper:
         trust_remote_code: code that comes with the model may make it.
 
     Raises:
-        ModelLoadFailed: a file of the folder is none that can be read to its end.
-        ValueError, OSError, ...: what the libraries raise over files that they can't read.
+        ModelLoadFailed: a file of the folder is not a regular file, or is far too large.
+        ValueError, OSError, ...: the libraries' errors over files that they can't read.
     """
     check_regular(folder)
     options = {"trust_remote_code": trust_remote_code, **processors_template(folder)}
@@ -46,8 +46,8 @@ def read_encoder_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedT
 def processors_template(folder: Path) -> Mapping[str, Any]:
     """Return the chat template of chat_template.json as an option of `from_pretrained`.
 
-    Models that also see used to have their only template there, and transformers reads that file
-    for those alone.
+    Vision models used to have their only template there, and transformers reads that file for
+    such models only.
     """
     file, settings = folder / "chat_template.json", folder / "tokenizer_config.json"
     if not file.is_file() or (folder / "chat_template.jinja").is_file():

@@ -2,10 +2,11 @@
 
 MLX's quantised and 16-bit products are fast on Metal and slow elsewhere. So at load one product
 is timed in every form that memory allows, and the fastest is taken (design, "Weights policy").
-Where the engine multiplies few rows by packed weights faster than by any dense ones, and many
-rows not, a model has both, if they fit.
-A conversion is lazy: `evaluate` carries it out a piece at a time, and a piece's stored form is
-freed before the next is read, so that both forms of a whole model are never in memory together.
+Where packed weights are faster than dense ones for few rows and slower for many, a model has both,
+if they fit.
+
+A conversion is lazy: `evaluate` carries it out a piece at a time. The stored form of a piece is
+freed before the next is read, so both forms of a whole model are never in memory together.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Device = devices.Kind
 
 
 class Sized(Protocol):
-    """What takes memory."""
+    """Anything that takes `nbytes` bytes of memory."""
 
     @property
     def nbytes(self) -> int: ...
@@ -45,10 +46,10 @@ PIECE = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form that a model could take, of `nbytes` bytes.
+    """A form that a model's weights could take, of `nbytes` bytes.
 
     dense: quantised layers are dequantised. wide: floats of 16 bits become float32. keeps: dense
-    layers have what they were made of beside their weights; see `dequantized`.
+    layers keep their packed weights, too; see `dequantized`.
     """
 
     name: FormName
@@ -63,7 +64,7 @@ def default_device() -> Device:
 
 
 def forms_of(model: nn.Module, device: Device, *, multiplies_packed: bool = False) -> list[Form]:
-    """The forms that the device can compute with and might be fast with, the stored one first.
+    """Return the forms that the device can compute with and that may be fast, the stored one first.
 
     multiplies_packed: the engine has kernels for few rows and this model's packed weights.
     """
@@ -73,7 +74,7 @@ def forms_of(model: nn.Module, device: Device, *, multiplies_packed: bool = Fals
     widening = sum(array.nbytes for array in arrays if is_narrow(array))
     forms = [Form("stored", stored)]
     if multiplies_packed and any(isinstance(layer, QuantizedSwitchLinear) for layer in quantized):
-        # Of an expert's rows there are few, whatever comes: packed weights serve them all.
+        # An expert has few rows in any step, so packed weights serve all steps.
         return forms
     if quantized and device != "metal":
         gain = sum(dense_bytes(layer) - packed_bytes(layer) for layer in quantized)
@@ -95,7 +96,8 @@ def forms_of(model: nn.Module, device: Device, *, multiplies_packed: bool = Fals
 
 
 def has_narrow_experts(model: nn.Module, form: Form) -> bool:
-    """Whether experts would be dense and not float32, which MLX can't multiply on a CPU."""
+    """Return whether `form` makes experts dense but not float32, which MLX can't multiply on a
+    CPU."""
     return any(
         (form.dense and isinstance(module, QuantizedSwitchLinear) and dense_dtype(module).size < 4)
         or (isinstance(module, SwitchLinear) and is_narrow(module.weight))
@@ -104,12 +106,12 @@ def has_narrow_experts(model: nn.Module, form: Form) -> bool:
 
 
 def shortlist(forms: list[Form], setting: Setting, room: int) -> tuple[list[Form], str]:
-    """The forms to choose from, and the reason where that leaves one.
+    """Return the forms to choose from, and the reason if only one is left.
 
-    `room`: bytes that a converted model may take; the stored form has been granted its own.
+    room: bytes that a converted model may take; the stored form has been granted its own.
 
     Raises:
-        ModelTooLarge: none of those that the owner asked for, or the device can compute, fits.
+        ModelTooLarge: no form that the owner asked for and the device can compute fits.
     """
     reason = "this device is fast with no other form"
     match setting:
@@ -154,13 +156,13 @@ def convert(model: nn.Module, form: Form) -> None:
 
 
 def keeps(model: nn.Module, layer: nn.Module) -> bool:
-    """Whether a dense `layer` of `model` is to have its packed weights, too: not a mere embedding,
-    which multiplies nothing."""
+    """Return whether a dense `layer` of `model` keeps its packed weights, too. An embedding that
+    is not also the head does not: it multiplies nothing."""
     return not isinstance(layer, nn.QuantizedEmbedding) or "lm_head" not in model
 
 
 def converted(layer: nn.Module, form: Form) -> nn.Module:
-    """A single layer in `form`; `layer` may be changed."""
+    """Return a single layer in `form`; `layer` may be changed."""
     if unpacks(layer, form):
         layer = dequantized(layer, form)
     if form.wide:
@@ -169,7 +171,7 @@ def converted(layer: nn.Module, form: Form) -> nn.Module:
 
 
 def evaluate(model: nn.Module, doing: Doing = unheard) -> None:
-    """Compute (read, convert) the parameters, and what the modules keep beside them."""
+    """Compute (read, convert) the parameters, and the arrays that modules keep beside them."""
     kept = [value for module in model.modules() for value in kept_by(module)]
     parameters = [array for _, array in tree_flatten(model.parameters())]
     # A piece that nothing refers to any more is freed before the next one is computed.
@@ -179,7 +181,7 @@ def evaluate(model: nn.Module, doing: Doing = unheard) -> None:
 
 
 def in_groups(items: Iterable[Measured], most: int) -> Iterator[list[Measured]]:
-    """Neighbours together until they have `most` bytes, with the one that reaches it."""
+    """Yield groups of neighbours. A group ends with the item with which it reaches `most` bytes."""
     group: list[Measured] = []
     for item in items:
         group.append(item)
@@ -191,7 +193,7 @@ def in_groups(items: Iterable[Measured], most: int) -> Iterator[list[Measured]]:
 
 
 def kept_by(module: nn.Module) -> list[mx.array]:
-    """What is no parameter by its name, such as a rotation's frequencies."""
+    """Return a module's arrays that are no parameters by their names, such as RoPE frequencies."""
     return [
         value
         for name, value in module.items()
@@ -200,7 +202,7 @@ def kept_by(module: nn.Module) -> list[mx.array]:
 
 
 def activation_dtype(model: nn.Module) -> mx.Dtype:
-    """What the embedding puts out, and every layer after it."""
+    """Return the dtype of the embedding's output, which every layer after it has, too."""
     for _, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
             dtype: mx.Dtype = module(mx.array([0])).dtype
@@ -209,7 +211,7 @@ def activation_dtype(model: nn.Module) -> mx.Dtype:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether it is a layer that `dequantized` knows; others are left as they are."""
+    """Return whether a module is a quantised layer that `dequantized` knows; others stay packed."""
     match module:
         case nn.QuantizedLinear() | nn.QuantizedEmbedding() | QuantizedMultiLinear():
             return True
@@ -219,14 +221,14 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def unpacks(module: nn.Module, form: Form) -> bool:
-    """Whether `form` has `module` dequantised."""
+    """Return whether `form` dequantises `module`."""
     return is_quantized(module) and (form.dense or (form.wide and not follows(module)))
 
 
 def follows(layer: nn.Module) -> bool:
-    """Whether a quantised layer's output is float32 once its scales, or its inputs, are.
+    """Return whether a quantised layer's output is float32 once its scales or inputs are.
 
-    An embedding whose scales are not floats puts out bfloat16 whatever is done to the rest.
+    An embedding whose scales are not floats always has bfloat16 output.
     """
     return not isinstance(layer, nn.QuantizedEmbedding) or mx.issubdtype(
         layer.scales.dtype, mx.floating
@@ -234,10 +236,11 @@ def follows(layer: nn.Module) -> bool:
 
 
 def dequantized(layer: nn.Module, form: Form, *, keep: bool = False) -> nn.Module:
-    """The same layer with a dense weight: float32, or of the scales' type where that is a float.
+    """Return the layer with a dense weight: float32 if `form` is wide, else of the scales' type, or
+    bfloat16 if that is no float.
 
-    keep: with `packed`, `packed_scales` and `packed_biases`, too, which are as
-    `mx.quantized_matmul` takes them with its `group_size` and `bits`; the engine finds them there.
+    keep: add `packed`, `packed_scales` and `packed_biases` for the engine, as `mx.quantized_matmul`
+    takes them, with their `group_size` and `bits`.
     """
     match layer:
         case nn.QuantizedLinear():
@@ -250,7 +253,7 @@ def dequantized(layer: nn.Module, form: Form, *, keep: bool = False) -> nn.Modul
             dense = MultiLinear(1, 1, 1)
         case _:
             raise TypeError(f"{type(layer).__name__} is no quantised layer known here")
-    # Widened before, not after: a product of two 16-bit numbers rarely fits 16 bits.
+    # The scales are widened first: a product of two 16-bit numbers rarely fits 16 bits.
     scales, biases = layer.scales, layer.get("biases")
     if form.wide:
         scales, biases = widened(scales), None if biases is None else widened(biases)
@@ -278,7 +281,7 @@ def dense_dtype(layer: nn.Module) -> mx.Dtype:
 
 
 def packing(layer: nn.Module) -> list[mx.array]:
-    """A quantised layer's weight, scales and biases."""
+    """Return a quantised layer's weight, its scales and, if it has them, its biases."""
     arrays = (layer.weight, layer.scales, layer.get("biases"))
     return [array for array in arrays if array is not None]
 
@@ -300,7 +303,7 @@ def wide_bytes(layer: nn.Module) -> int:
 
 
 def elements(layer: nn.Module) -> int:
-    """Numbers in a layer's weight, packed or not."""
+    """Return the number of elements in a layer's weight, packed or not."""
     size: int = layer.weight.size
     return size * 32 // layer.bits if is_quantized(layer) else size
 
