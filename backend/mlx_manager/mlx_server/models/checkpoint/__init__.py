@@ -1,1 +1,1 @@
-"""A model's folder: its config, its files, and what mlx-lm makes of them."""
+"""A model's folder: its config, its files, and the module that mlx-lm builds from them."""

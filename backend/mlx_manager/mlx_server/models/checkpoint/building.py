@@ -1,8 +1,8 @@
-"""From a model's folder to mlx-lm's module, with its weights not yet read.
+"""Construction of mlx-lm's module from a model's folder, with its weights not yet read.
 
-mlx-lm's `load_model` takes every file of a folder whose name fits a pattern, and config.json as it
-stands. So it gets a folder with neither (`blank`), the config as its classes read it, and the
-weights of the files that hold them.
+mlx-lm's `load_model` takes every file of a folder whose name fits a pattern, and config.json
+unchanged. So it is given a folder with neither (`blank`), the config in the form that its classes
+read, and the tensors of the files that hold the model's weights.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ def planned(folder: ModelFolder) -> Plan:
 
 
 def build(plan: Plan) -> tuple[nn.Module, dict[str, Any]]:
-    """The module, whose parameters are not evaluated, and its config. On the MLX thread.
+    """Build the module, on the MLX thread. Return it, its parameters not evaluated, and its config.
 
     Raises:
         ModelLoadFailed: the weights are not those of such a model, or the class has no place for
-            what they hold, or computes its rotations otherwise than config.json says.
-        ValueError, TypeError, ...: what mlx-lm raises over settings that it can't read.
+            some of them, or computes its rotations otherwise than config.json says.
+        ValueError, TypeError, ...: mlx-lm's errors over settings that it can't read.
     """
     model, config = load_model(
         BLANK,
@@ -130,7 +130,7 @@ def _classes(plan: Plan) -> Classes:
 
 
 def code_of(file: Path) -> tuple[Any, Any]:
-    """The classes of a model that comes with its own code, which its owner lets run."""
+    """Return the classes of a model that comes with its own code, which the owner lets run."""
     spec = importlib.util.spec_from_file_location("custom_model", file)
     if spec is None or spec.loader is None:
         raise ModelLoadFailed(f"{file} is no Python module.")
@@ -140,7 +140,7 @@ def code_of(file: Path) -> tuple[Any, Any]:
 
 
 def arrays_in(weights: WeightFiles) -> dict[str, mx.array]:
-    """The tensors of the files by their names, not evaluated."""
+    """Return the tensors of the files by their names, not evaluated."""
     return {
         name: array
         for file in weights.files
@@ -152,8 +152,8 @@ def arrays_in(weights: WeightFiles) -> dict[str, mx.array]:
 def fitting(
     model: nn.Module, weights: dict[str, mx.array], found: Mapping[str, mx.array], plan: Plan
 ) -> dict[str, mx.array]:
-    """`weights`, less what the model has no place for and need not have: copies of the embeddings,
-    and what lies in files of their own, such as layers that draft tokens.
+    """Return `weights` without those that the model neither has a place for nor needs: copies of
+    the embeddings, and tensors in files of their own, such as layers that draft tokens.
 
     Raises:
         ModelLoadFailed: there is a head that is no copy, and the class has none.

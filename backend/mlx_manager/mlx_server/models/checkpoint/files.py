@@ -10,7 +10,7 @@ from typing import Any
 from mlx_manager.mlx_server.errors import ModelLoadFailed
 
 LARGEST_JSON = 256 * 2**20
-"""Bytes; a vocabulary of a quarter of a million tokens with its merges takes 40 MB."""
+"""Most bytes of a JSON file; a vocabulary of 250,000 tokens with its merges takes 40 MB."""
 KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
@@ -21,11 +21,11 @@ KINDS = (
 
 
 def unreadable(file: Path) -> str:
-    """Why a file that is there must not be opened: whoever reads a FIFO or a device may wait for
-    ever; "" for a regular one.
+    """Return why an existing file must not be opened; "" for a regular one. Reading a FIFO or a
+    device may block for ever.
 
     Raises:
-        OSError: it is not there.
+        OSError: the file is not there.
     """
     mode = file.stat().st_mode
     if stat.S_ISREG(mode):
@@ -35,10 +35,10 @@ def unreadable(file: Path) -> str:
 
 
 def oversized(file: Path) -> str:
-    """Why a file is too large to be read as JSON; "" if it is not.
+    """Return why a file is too large to be read as JSON; "" if it is not.
 
     Raises:
-        OSError: it is not there.
+        OSError: the file is not there.
     """
     if (size := file.stat().st_size) <= LARGEST_JSON:
         return ""
@@ -46,7 +46,8 @@ def oversized(file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """
+    """Return the JSON object in a file.
+
     Raises:
         ModelLoadFailed: the file is missing, unreadable, or no JSON object.
     """
@@ -57,7 +58,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_json_list(file: Path) -> list[dict[str, Any]]:
-    """
+    """Return the list of JSON objects in a file.
+
     Raises:
         ModelLoadFailed: the file is missing, unreadable, or no list of JSON objects.
     """

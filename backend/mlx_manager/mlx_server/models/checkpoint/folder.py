@@ -80,13 +80,14 @@ class ModelFolder:
         return self.weights.nbytes
 
     def check(self) -> None:
-        """Look at every file that a load reads, without reading the weights.
+        """Check every file that a load reads, without reading the weights.
 
-        Costs a read of some kilobytes for each file of the weights.
+        The check reads some kilobytes of each file of the weights.
 
         Raises:
-            ModelLoadFailed: a file is missing, truncated, no regular one or not what its name says,
-                or config.json tells of more than the weights hold; the message names the file.
+            ModelLoadFailed: a file is missing, truncated, no regular file or not what its name
+                says, or config.json names larger sizes than the weights have; the message names
+                the file.
         """
         check_regular(self.path)
         if self.weights.problem:
@@ -104,10 +105,10 @@ class ModelFolder:
 
 
 def check_regular(folder: Path) -> None:
-    """
+    """Check the files that libraries open by their names.
+
     Raises:
-        ModelLoadFailed: what libraries would open by its name is no regular file, or far too large
-            for one; it is named.
+        ModelLoadFailed: such a file is no regular file, or far too large; the message names it.
     """
     for file in read_by_name(folder):
         if odd := unreadable(file) or (file.name in ALWAYS_READ and oversized(file)):
@@ -115,8 +116,8 @@ def check_regular(folder: Path) -> None:
 
 
 def read_by_name(folder: Path) -> Iterator[Path]:
-    """The files of a model's folder that libraries may open by their names, and those of the
-    folders in it."""
+    """Yield the files of a model's folder, and of the folders in it, that libraries may open by
+    their names."""
     try:
         entries = [entry for place in (folder, *subfolders(folder)) for entry in place.iterdir()]
     except OSError as error:
@@ -132,11 +133,12 @@ def subfolders(folder: Path) -> list[Path]:
 
 
 def context_length(config: Mapping[str, Any], tokenizer_length: int | None = None) -> int:
-    """Tokens of prompt and answer that a model can attend to.
+    """Return the tokens of prompt and answer together that a model can attend to.
 
-    `max_position_embeddings` (or its older names), times the factor of a RoPE scaling that it
-    does not count yet: of YaRN's over its original length, of linear and dynamic ones over the
-    length itself. The tokenizer's own figure is often wrong and decides only if there is no other.
+    This is `max_position_embeddings` (or an older name of it), times the factor of a RoPE scaling
+    if the setting excludes it. YaRN's factor applies to its original length, that of linear and
+    dynamic scaling to the setting itself. The tokenizer's own figure is often wrong and counts only
+    if there is no other.
     """
     text = {**config, **(config.get("text_config") or {})}
     lengths = (text.get(key) for key in CONTEXT_KEYS)

@@ -27,7 +27,7 @@ EMBEDDING = re.compile(
     r"(?:|[^\d]*\.)(?:embed_tokens|wte|tok_embeddings|embed_in|embeddings|embedder|embedding"
     r"|word_embeddings)"
 )
-"""Names of modules; no layer's, which have numbers."""
+"""Names of embeddings. Modules of layers are excluded: their names have numbers."""
 AT_ONCE = 8 * 2**20
 
 
@@ -41,7 +41,8 @@ class Heads:
 
     @staticmethod
     def of(weights: WeightFiles) -> Heads:
-        """
+        """Find the heads and embeddings by the names in the weights' headers.
+
         Raises:
             ModelLoadFailed: a header is broken.
         """
@@ -70,8 +71,8 @@ class Heads:
         )
 
     def untied(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of `config` that have to change, because it ties a head that is none of the
-        embeddings' copies."""
+        """Return changed settings for a `config` that ties a head that is no copy of the
+        embeddings; for others none."""
         if not self.heads or says_untied(config) or self.are_copies:
             return {}
         changed: dict[str, Any] = {TIE: False}

@@ -1,7 +1,7 @@
 """Settings that transformers 5 writes by another name than mlx-lm reads, rotary ones aside.
 
-Where mlx-lm has a default, it would be taken without a word: every fourth layer of Cohere 2 and
-every sixth of Gemma 3 attends to everything, whatever `layer_types` says.
+Where mlx-lm has a default, it would take that silently: every fourth layer of Cohere 2 and every
+sixth of Gemma 3 would have full attention, whatever `layer_types` says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from mlx_manager.mlx_server.errors import ModelNotSupported
 
 EITHER = ("num_experts", "num_local_experts")
-"""Names of one thing; `num_local_experts` is what transformers 5 writes of both."""
+"""Two names of one setting, of which transformers 5 always writes `num_local_experts`."""
 PERIODS = {
     "cohere2": "sliding_window_pattern",
     "gemma3_text": "sliding_window_pattern",
@@ -22,18 +22,18 @@ PERIODS = {
     "qwen3_5_moe_text": "full_attention_interval",
     "qwen3_next": "full_attention_interval",
 }
-"""The setting by which classes find the layers that attend to everything: every so many."""
+"""The setting, by `model_type`, of the number of layers of which the last has full attention."""
 EVERY_FROM_THE_FIRST = {"modernbert": "global_attn_every_n_layers"}
-"""The same where the first layer is one of them."""
+"""The same setting where the first of so many layers has full attention."""
 FULL = "full_attention"
 HYBRID_NAMES = {"linear_attention": "mamba", FULL: "attention"}
 
 
 def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` and its text model's with what classes look for by the names of transformers 4.
+    """Return `config`, and its text model's, with the settings by transformers 4's names added.
 
     Raises:
-        ModelNotSupported: the order of its layers is one that its class can't have.
+        ModelNotSupported: the class can't have the order of its layers.
     """
     changed = {**config, **dict(_missing(config))}
     if isinstance(text := config.get("text_config"), Mapping):
@@ -57,10 +57,10 @@ def _missing(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def period(kinds: Sequence[str], model_type: str) -> int:
-    """Every how many layers one attends to everything.
+    """Return the number of layers of which the last has full attention.
 
     Raises:
-        ModelNotSupported: they do so in another order.
+        ModelNotSupported: the layers with full attention come at no regular distance.
     """
     every = next((i + 1 for i, kind in enumerate(kinds) if kind == FULL), len(kinds) + 1)
     if any((kind == FULL) != ((i + 1) % every == 0) for i, kind in enumerate(kinds)):

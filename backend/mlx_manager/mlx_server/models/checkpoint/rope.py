@@ -31,12 +31,12 @@ NOT_SCALING = ("rope_theta", "partial_rotary_factor")
 
 
 def in_all_forms(config: Settings) -> dict[str, Any]:
-    """`config` with its rotary settings, and those of its text model, in every form.
+    """Return `config` with its rotary settings, and those of its text model, in every form.
 
-    A config without any is left as it is.
+    A config without rotary settings is left as it is.
 
     Raises:
-        ModelLoadFailed: they are of another form than anybody writes; the setting is named.
+        ModelLoadFailed: a setting has an unknown form; the message names it.
     """
     changed = {
         name: in_all_forms(section)
@@ -47,16 +47,16 @@ def in_all_forms(config: Settings) -> dict[str, Any]:
 
 
 def rotations(config: Settings) -> dict[str, dict[str, Any]]:
-    """The settings of each type of layer, as in `rope_parameters`; "" stands for every type.
+    """Return the settings by type of layer, as in `rope_parameters`; "" stands for every type.
 
     Each has `rope_theta` if the config names a base, and `rope_type`.
 
     Raises:
-        ModelLoadFailed: they are of another form than anybody writes.
+        ModelLoadFailed: a setting has an unknown form; the message names it.
     """
     written = _written(config)
     if not written and config.get("model_type") in NESTED_READERS:
-        # Theirs have defaults by type of layer, and a base without a type changes none of them.
+        # These classes have defaults by type of layer, which a base without a type leaves alone.
         return {}
     nested = {kind: rope for kind, rope in written.items() if isinstance(rope, Mapping)}
     beside = {name: value for name, value in written.items() if name not in nested}
@@ -71,7 +71,8 @@ def rotations(config: Settings) -> dict[str, dict[str, Any]]:
 
 
 def _written(config: Settings) -> dict[str, Any]:
-    """`rope_parameters`, or `rope_scaling`, which counts for more where both are flat."""
+    """Return `rope_parameters` and `rope_scaling` in one; the latter wins, but is ignored where
+    the former is by type of layer."""
     new, old = (_mapping(config, name) for name in (PARAMETERS, "rope_scaling"))
     if any(isinstance(rope, Mapping) for rope in new.values()):
         return dict(new)
@@ -86,7 +87,8 @@ def _mapping(config: Settings, name: str) -> Settings:
 
 
 def _standard(rope: Settings) -> dict[str, Any]:
-    """The settings with both names of their type, and as initialize_rope takes them."""
+    """Return the settings with both names of their type, as mlx-lm's `initialize_rope` takes
+    them."""
     found = {name: value for name, value in rope.items() if value is not None}
     for name in NOT_SCALING:
         value = found.get(name, 1)
@@ -112,11 +114,11 @@ def _standard(rope: Settings) -> dict[str, Any]:
 
 
 def _with_amplitude(rope: dict[str, Any]) -> dict[str, Any]:
-    """YaRN's `attention_factor` as the `mscale` that comes to the same: mlx-lm knows only that."""
+    """Return YaRN's settings with `attention_factor` as an equal `mscale`, which mlx-lm reads."""
     amplitude, factor = rope.get("attention_factor"), rope.get("factor")
     if not isinstance(amplitude, int | float) or not isinstance(factor, float) or factor <= 1:
         return rope
-    # It rotates by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
+    # mlx-lm's amplitude is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
     per_unit, of_all = 0.1 * math.log(factor), rope.get("mscale_all_dim", 0)
     mscale = (amplitude * (per_unit * of_all + 1.0) - 1.0) / per_unit
     return {**rope, "mscale": mscale, "mscale_all_dim": of_all}
@@ -146,14 +148,14 @@ def _forms(config: Settings) -> dict[str, Any]:
 
 
 def _rotary_dim(config: Settings, part: float) -> Iterator[tuple[str, int]]:
-    """MiniMax's name of the elements that are rotated, where the config does not have it."""
+    """Yield MiniMax's `rotary_dim`, the number of rotated elements, if the config lacks it."""
     size = config.get("head_dim")
     if isinstance(size, int) and "rotary_dim" not in config and PARAMETERS in config:
         yield "rotary_dim", int(size * part)
 
 
 def _parameters(config: Settings, found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """`rope_parameters` as the config's class reads it."""
+    """Return `rope_parameters` as the config's class reads it."""
     if config.get("model_type") not in NESTED_READERS:
         alike = [rope for rope in found.values() if rope != next(iter(found.values()))] == []
         return dict(next(iter(found.values()))) if alike else dict(found)
@@ -164,7 +166,7 @@ def _parameters(config: Settings, found: Mapping[str, dict[str, Any]]) -> dict[s
 
 
 def scaling(rope: Settings) -> dict[str, Any] | None:
-    """`rope_scaling` in the old form; None where positions are not scaled."""
+    """Return `rope_scaling` in the old form; None where positions are not scaled."""
     kept = {name: value for name, value in rope.items() if name not in NOT_SCALING}
     if kept["rope_type"] == "proportional" and "partial_rotary_factor" in rope:
         kept["partial_rotary_factor"] = rope["partial_rotary_factor"]

@@ -1,7 +1,7 @@
 """The base of a model's rotations where its config.json names none.
 
-mlx-lm's classes have defaults, and some are others than those by which the model was made:
-100 000 instead of 10 000 for StarCoder 2. What a config leaves out is what transformers takes.
+mlx-lm's classes have defaults, and some differ from those by which the model was made: 100 000
+instead of 10 000 for StarCoder 2. A base that a config leaves out is transformers' default.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from mlx_manager.mlx_server.models.checkpoint.rope import NESTED_READERS, rotati
 
 
 def with_base(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config`, and its text model's, with the base that transformers takes, if they name none and
-    it knows the architecture."""
+    """Return `config`, and its text model's, with transformers' default base, if they name none
+    and transformers knows the architecture."""
     changed = {**config, **_base(config)}
     if isinstance(text := config.get("text_config"), Mapping):
         changed["text_config"] = with_base(text)

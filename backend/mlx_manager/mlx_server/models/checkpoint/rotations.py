@@ -1,6 +1,6 @@
-"""Checks that a model that has been built rotates as its config.json says.
+"""Check that a built model computes its rotations (RoPE) as its config.json says.
 
-A class that does not know a setting falls back on a default without a word, and the model answers
+A class that does not know a setting silently falls back on a default, and the model answers
 fluently and wrongly.
 """
 
@@ -26,19 +26,20 @@ FREQUENCIES = (
     rope_utils.ProportionalRoPE,
 )
 ALIKE = ("default", "mrope")
-"""Kinds that turn text by the base alone."""
+"""RoPE types whose rotations of text depend on the base alone."""
 KNOWN = (nn.RoPE, rope_utils.DynamicNTKScalingRoPE, *FREQUENCIES)
 
 
 def check_rotations(model: nn.Module, config: Mapping[str, Any], file: Path) -> None:
-    """
+    """Check that the model applies every base and scaling of its config.
+
     Raises:
-        ModelNotSupported: a base or a scaling that `config`, read from `file`, has for layers of
-            the model is none of the model's; the message names it.
+        ModelNotSupported: the model does not apply a base or a scaling that `config`, read from
+            `file`, has for its layers; the message names it.
     """
     ropes = [module for module in model.modules() if is_rotation(module)]
     if not ropes or not all(isinstance(rope, KNOWN) for rope in ropes):
-        # It rotates nothing, or by code of its own, which reads its own settings.
+        # The model has no rotations, or code of its own for them, which reads its own settings.
         return
     section = _section(config)
     kinds = section.get("layer_types")
@@ -65,7 +66,7 @@ def is_rotation(module: nn.Module) -> bool:
 
 
 def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the text model."""
+    """Return the settings of the text model."""
     sections = (config.get(name) for name in SECTIONS)
     text = next((section for section in sections if isinstance(section, Mapping)), None)
     return text if text is not None and rotations(text) else config
@@ -100,7 +101,7 @@ def _expected(
             length,
         )
     except (LookupError, ValueError, TypeError, ArithmeticError):
-        # A kind of its own, or one that lacks a setting: a class that reads it says what.
+        # The type is unknown or lacks a setting: a class that reads it reports which.
         return
     yield frequencies(made)
 
@@ -115,8 +116,8 @@ def dimensions(rope: nn.Module) -> int:
 
 
 def frequencies(rope: nn.Module) -> Frequencies:
-    """(dims / 2,): by how much each pair turns less than once a position; of a dynamic one for
-    texts of the model's own length."""
+    """Return the positions per radian of each pair's rotation, shape (dims / 2,). For a dynamic
+    scaling these are the values for texts of the model's own length."""
     match rope:
         case nn.RoPE():
             scale: float = rope.scale

@@ -1,4 +1,4 @@
-"""What a folder says about turning tokens into a vector: pooling, layers after it, prompts.
+"""Settings by which a folder's model turns tokens into a vector: pooling, later layers, prompts.
 
 Source: the files that sentence-transformers writes (modules.json and a folder for each module,
 https://sbert.net/docs/sentence_transformer/usage/custom_models.html) and, for `dimensions`, the
@@ -43,7 +43,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A layer after the pooling: its folder, and what its output goes through."""
+    """A layer after the pooling: its folder, and the activation of its output."""
 
     path: Path
     activation: Activation
@@ -51,11 +51,12 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """How the model's authors get a vector from a text.
+    """The model's authors' way to get a vector from a text.
 
-    max_length: tokens of a text, special ones included. prompts: texts that may be put before it,
-    by name; `default_prompt` is put before it when none is named. matryoshka: whether a vector's
-    first numbers are a vector themselves; with `dimensions`, just so many of them.
+    max_length: most tokens of a text, special ones included. prompts: texts that may be put before
+    it, by name. default_prompt: the name of the prompt that is used when none is named. matryoshka:
+    True if a vector's first numbers are a vector themselves. dimensions: the numbers of them for
+    which that holds; empty: any.
     """
 
     pooling: Pooling
@@ -70,15 +71,16 @@ class Sentence:
 
     @staticmethod
     def read(folder: ModelFolder) -> Sentence:
-        """
+        """Read a folder's settings.
+
         Raises:
             ModelLoadFailed: a file is broken.
-            ModelNotSupported: a module, a pooling or an activation that is not known here.
+            ModelNotSupported: a module, a pooling or an activation is not known here.
         """
         pooling: Pooling = "last" if ENCODERS[folder.model_type] == "qwen3" else "mean"
         normalize = True
         dense: list[Dense] = []
-        # Without these files: what mlx-embeddings does.
+        # The defaults without these files are mlx-embeddings'.
         if (folder.path / SENTENCE_TRANSFORMERS).is_file():
             normalize = False
             for module in read_json_list(folder.path / SENTENCE_TRANSFORMERS):
@@ -120,10 +122,10 @@ class Sentence:
 
 
 def prompts_of(file: Path) -> tuple[Mapping[str, str], str | None]:
-    """The prompts, and the name of that which is taken when none is named.
+    """Return the prompts by name, and the name of the default prompt.
 
     Raises:
-        ModelLoadFailed: they are no texts.
+        ModelLoadFailed: a prompt or the name is no text.
     """
     own = optional(file)
     prompts, default = own.get("prompts") or {}, own.get("default_prompt_name")
@@ -138,13 +140,13 @@ def prompts_of(file: Path) -> tuple[Mapping[str, str], str | None]:
 
 
 def longest_text(folder: ModelFolder) -> int:
-    """The most tokens of a text, special ones included.
+    """Return the most tokens of a text, special ones included.
 
-    As many as the model has positions for (RoBERTa's begin after the padding's), or fewer where
-    sentence-transformers' settings say so.
+    The limit is the number of the model's positions (RoBERTa's begin after the padding's), or less
+    if sentence-transformers' settings say so.
 
     Raises:
-        ModelLoadFailed: a file is broken, or says what can't be; the message names file and key.
+        ModelLoadFailed: a file is broken or has an invalid value; the message names file and key.
     """
     positions = folder.context_length
     if ENCODERS.get(folder.model_type) == "xlm_roberta":
@@ -186,7 +188,7 @@ def dense_activation(file: Path) -> Activation:
 
 
 def rank_activation(folder: ModelFolder) -> Activation:
-    """What a reranker's logit goes through: a sigmoid unless its config says otherwise."""
+    """Return the activation of a reranker's logit: a sigmoid unless its config names another."""
     own = folder.config.get("sentence_transformers") or {}
     name = own.get("activation_fn") or folder.config.get("sbert_ce_default_activation_function")
     return activation_of(name or "Sigmoid", folder.path / "config.json")
@@ -200,7 +202,7 @@ def activation_of(name: str, file: Path) -> Activation:
 
 
 def labels_of(config: Mapping[str, Any]) -> int:
-    """How many numbers a classifier's head gives."""
+    """Return the number of outputs of a classifier's head."""
     labels = config.get("id2label")
     # transformers' default, where nothing is said, is two.
     return len(labels) if labels else int(config.get("num_labels", 2))
@@ -211,9 +213,10 @@ def optional(file: Path) -> dict[str, Any]:
 
 
 def check_supported(folder: ModelFolder, model_id: str) -> None:
-    """
+    """Check that an encoder can be served.
+
     Raises:
-        ModelNotSupported: an architecture, or a variation of one, that can't be served.
+        ModelNotSupported: the architecture, or a variation of it, can't be served.
     """
     config = folder.config
     if folder.model_type not in ENCODERS:

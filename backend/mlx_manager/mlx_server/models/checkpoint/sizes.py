@@ -1,7 +1,7 @@
 """Size of a model by its config.json, compared with the headers of its weights.
 
-A module for each layer is made before any weight is looked at: of a billion layers that would never
-end, and fill the memory.
+A module for each layer is made before any weight is read. For a config with a billion layers that
+would never end and fill the memory, so the sizes are checked first.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ COUNT = re.compile(
     r"|(\w+_)?head_dim|\w*num_\w*(heads|experts|inputs|loops|embeddings)|hc_mult"
 )
 PER_DIMENSION = 32
-"""Numbers that an element may stand for: a word of packed bits."""
+"""Most numbers that one stored element may hold: the packed bits of a word."""
 UNBOUNDED = frozenset({"max_position_embeddings"})
 
 
 def check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
-    """
+    """Check the layers and counts of a config against the weights' tensors.
+
     Raises:
-        ModelLoadFailed: the weights hold fewer layers than `config`, read from `file`, tells of, or
-            no dimension as large as a count of its; the message names the setting.
+        ModelLoadFailed: the weights hold fewer layers than `config`, read from `file`, says, or no
+            dimension as large as one of its counts; the message names the setting.
     """
     if not tensors:
         return
@@ -54,7 +55,7 @@ def check_sizes(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Sto
 
 
 def counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The whole numbers of a config and of its text model's."""
+    """Yield the whole numbers of a config and of its text model's, with their names."""
     sections = (config, config.get("text_config"))
     for section in sections:
         if isinstance(section, Mapping) and "block_configs" not in section:
@@ -62,7 +63,7 @@ def counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def layers_in(tensors: Mapping[str, StoredTensor]) -> int:
-    """The layers that names tell of, of every stack of them; 0 if none does."""
+    """Return the number of layers by the tensors' names, over all stacks; 0 if none has one."""
     stacks: dict[str, int] = {}
     for name in tensors:
         if match := LAYER.match(name):

@@ -1,8 +1,8 @@
-"""Which files hold a model's weights, and what their headers say. Reads no weights, imports no MLX.
+"""The files that hold a model's weights, and their headers. No weights are read, nor MLX imported.
 
-The index names them; without one it is model.safetensors, or one complete set of numbered shards.
-What else lies in the folder is none of the model's: the shard of another sharding would mix in, and
-a file of another format would be loaded a second time.
+The index names the files; without one it is model.safetensors, or one complete set of numbered
+shards. Other files in the folder are ignored: a shard of another sharding would mix in, and the
+same weights in another format would be loaded a second time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-"""Source: safetensors 0.8, `safetensors/src/tensor.rs`."""
+"""Bits of an element, by dtype. Source: safetensors 0.8, `safetensors/src/tensor.rs`."""
 
 MOST_NAMED = 3
 
@@ -55,7 +55,7 @@ class WeightFiles:
     """The files of a model's weights, in the order of their names.
 
     placed: the file that the index names for each tensor; empty without an index. nbytes: the size
-    of those that are there. problem: why the model can't be loaded from them; "" if it may.
+    of the files that are there. problem: why the model can't be loaded from them; "" if it can.
     """
 
     files: tuple[Path, ...] = ()
@@ -70,7 +70,7 @@ class WeightFiles:
 
 
 def weight_files(folder: Path) -> WeightFiles:
-    """The weights of the model in `folder`. Raises nothing: see `WeightFiles.problem`."""
+    """Return the files of the weights in `folder`. Errors are in `WeightFiles.problem`."""
     try:
         index = folder / INDEX
         if os.path.lexists(index):
@@ -113,10 +113,11 @@ def _measured(
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, as an index has it.
+    """Return the name of each tensor's file, by an index.
 
     Raises:
-        ModelLoadFailed: it has none, or one that leads elsewhere; the message names the index.
+        ModelLoadFailed: the index has no map, or names a file that is no .safetensors file in its
+            folder; the message names the index.
     """
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not named:
@@ -133,9 +134,10 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def chosen(names: Iterable[str], where: str) -> tuple[list[str], str]:
-    """The weights among the names of a folder without an index; and why there are none, if so.
+    """Return the files of the weights, by the names in a folder without an index, and why there
+    are none ("" if there are).
 
-    where: what the folder is called in that reason.
+    where: the folder's name in that reason.
     """
     candidates = [name for name in names if ALONE.fullmatch(name)]
     sets: dict[str, dict[int, str]] = {}
@@ -191,10 +193,10 @@ def _lacking(shards: Mapping[int, str], total: str) -> str:
 
 
 def tensors_in(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by its header.
+    """Return the tensors of a safetensors file, by its header.
 
-    The file is 8 bytes of length, so much JSON, and data. Source: the format's description at
-    https://github.com/huggingface/safetensors.
+    The file is 8 bytes with the header's length, the header in JSON, and the data. Source: the
+    format's description at https://github.com/huggingface/safetensors.
 
     Raises:
         ModelLoadFailed: the header is broken, or its tensors don't fill the file or overlap; the
@@ -242,10 +244,10 @@ def _stored(tensor: Mapping[str, Any], begin: int) -> StoredTensor:
 
 
 def _check_places(file: Path, tensors: Mapping[str, StoredTensor], begin: int, size: int) -> None:
-    """Every tensor must be as long as its shape says, and the bytes must be its own.
+    """Check that each tensor is as long as its shape says, that none overlap, and the file's size.
 
     Raises:
-        ModelLoadFailed: the message names the file, and the tensor if it is one's fault.
+        ModelLoadFailed: a check failed; the message names the file, and the tensors at fault.
     """
     for name, tensor in tensors.items():
         if not begin <= tensor.start <= tensor.end or min(tensor.shape, default=0) < 0:
@@ -270,16 +272,16 @@ def _check_places(file: Path, tensors: Mapping[str, StoredTensor], begin: int, s
 
 
 def check_safetensors(file: Path) -> None:
-    """The header must be sound and its tensors must fill the file.
+    """Check that the header is sound and that its tensors fill the file.
 
     Raises:
-        ModelLoadFailed: they don't; the message names the file.
+        ModelLoadFailed: the header is broken or the file is damaged; the message names the file.
     """
     tensors_in(file)
 
 
 def headers_of(weights: WeightFiles) -> dict[Path, dict[str, StoredTensor]]:
-    """Each file of a model's weights, with those of its tensors that are to be taken from it.
+    """Return each file of a model's weights, with the tensors that are to be taken from it.
 
     Raises:
         ModelLoadFailed: a header is broken.
