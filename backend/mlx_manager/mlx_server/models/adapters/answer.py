@@ -27,14 +27,14 @@ _TAIL = 32
 
 
 def region_of(state: str | None) -> Region:
-    """The region in which answers begin, by mlx-lm's name for it."""
+    """Return the region in which answers begin, by mlx-lm's name for it."""
     return _REGIONS[state or "normal"]
 
 
 def answer_edges(
     tokenizer: Any, marks: Marks | None, structural: Iterable[str], openers: Sequence[str]
 ) -> Edges:
-    """What leads from region to region, as in mlx-lm's `make_text_state_machine`.
+    """Return the markers that lead from region to region, as mlx-lm's `make_text_state_machine`.
 
     Calls may begin inside thinking: models forget to close it.
     """
@@ -60,9 +60,9 @@ def answer_edges(
 def opens_thinking(
     tokenizer: Any, conversation: Conversation, marks: Marks, prompt_ids: Sequence[int]
 ) -> bool:
-    """Whether the answer begins inside thinking: the prompt opened it and did not close it.
+    """Return whether the answer begins inside thinking: the prompt opened it and did not close it.
 
-    Another tag may follow, as the one with which Seed-OSS says that its budget is spent.
+    Another tag may follow the opening, such as Seed-OSS's for a budget that is spent.
     """
     start, end = marks
     if conversation.continue_final_message:
@@ -80,7 +80,7 @@ def prompt_tail(tokenizer: Any, prompt_ids: Sequence[int]) -> str:
 def kept_tokens(
     tokenizer: Any, edges: Edges, form: CallFormat | None, header: str = ""
 ) -> frozenset[int]:
-    """The special tokens that occur in a marker, and therefore count as text."""
+    """Return the special tokens that occur in a marker and therefore count as text."""
     texts = [marker for found in edges.values() for marker, _ in found]
     patterns = [header]
     if form is not None:

@@ -1,7 +1,7 @@
-"""What every family of models needs between the vocabulary of `core` and a tokenizer.
+"""The adapter between the vocabulary of `core` and a model's tokenizer, for any family of models.
 
-`ModelAdapter` is what the rest of the server uses, `DefaultAdapter` what holds for any model whose
-tokenizer and template are in order. The families override what they do otherwise.
+`ModelAdapter` is the interface that the rest of the server uses. `DefaultAdapter` fits any model
+whose tokenizer and template are in order. Families override the methods in which they differ.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ _RENDERER_OPTIONS = (
 
 
 class ModelAdapter(Protocol):
-    """How one loaded model wants its prompts and writes its answers."""
+    """The form of one loaded model's prompts and answers."""
 
     @property
     def family(self) -> str: ...
 
     def get_stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """The ids that end an answer, without duplicates."""
+        """Return the ids that end an answer, without duplicates."""
         ...
 
     def apply_chat_template(
@@ -84,35 +84,37 @@ class ModelAdapter(Protocol):
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The template's text for messages in its own form (dicts with `role` and `content`)."""
+        """Return the template's text for messages in its own form (dicts with `role` and
+        `content`)."""
         ...
 
     def render_text(self, conversation: Conversation, tokenizer: Tokenizer) -> str:
-        """The prompt's text, as the template renders it.
+        """Return the prompt's text, as the template renders it.
 
         Raises:
-            InvalidRequest: the model has no chat template, or it refuses the conversation.
+            InvalidRequest: the model has no chat template, or the template refuses the
+                conversation.
             MLXManagerError: the template is broken.
-            InvalidParameter: an argument of the template has a name that it can't have.
+            InvalidParameter: an argument of the template has a reserved name.
         """
         ...
 
     def encode_text(self, text: str, tokenizer: Tokenizer) -> list[int]:
-        """A prompt's tokens, rendered or raw, with exactly one BOS if the model wants one."""
+        """Return the tokens of a rendered or raw prompt, with one BOS if the model wants one."""
         ...
 
     def encode_infill(self, text: str, suffix: str, tokenizer: Tokenizer) -> list[int]:
-        """The tokens of a prompt for what comes between two texts.
+        """Return the tokens of a prompt for infilling: for the text between two others.
 
         Raises:
-            UnsupportedParameter: the model's tokenizer has no tokens for that.
+            UnsupportedParameter: the model's tokenizer has no tokens for infilling.
         """
         ...
 
     def output_format(
         self, tokenizer: Tokenizer, conversation: Conversation | None, prompt_ids: Sequence[int]
     ) -> OutputFormat:
-        """What the answer to this prompt looks like; `conversation` None for a raw prompt."""
+        """Return the format of the answer to a prompt. conversation: None for a raw prompt."""
         ...
 
     def thinks(self, tokenizer: Tokenizer) -> bool:
@@ -121,10 +123,11 @@ class ModelAdapter(Protocol):
 
 
 class DefaultAdapter:
-    """Any model.
+    """Adapter of any model that is not of a family with its own.
 
-    config: its config.json, with generation_config.json's EOS merged in as mlx-lm does. tokenizer:
-    its own, whose template is tried out here; without one the template is taken to do anything.
+    config: the model's config.json, with generation_config.json's EOS merged in as mlx-lm does.
+    tokenizer: the model's, whose template is probed here; without a tokenizer the template is
+    assumed to support everything.
     """
 
     family: ClassVar[str] = "default"
@@ -154,7 +157,7 @@ class DefaultAdapter:
             self._traits = probe(self._render_plainly(tokenizer))
             self._learned_turn_end = self._turn_end_of(self._traits, tokenizer)
         shape = self._syntax.form([]).shape if self._syntax else None
-        # Where answers are messages with headers, calls are no part of one's text.
+        # Where answers are messages with headers, calls are no part of a message's text.
         known = self._syntax is not LLAMA or self._traits.tools != "nowhere"
         if shape is not None and known and not shape.whole:
             self._write = partial(written, shape)
@@ -171,7 +174,8 @@ class DefaultAdapter:
         return [found for found in wanted if found not in opening]
 
     def _turn_end_of(self, traits: TemplateTraits, tokenizer: Tokenizer) -> int | None:
-        """The token with which the template itself ends an answer."""
+        """Return the token with which the template itself ends an answer; None if it is no special
+        token."""
         ids = token_ids(tokenizer, traits.turn_end.lstrip())
         return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
@@ -197,7 +201,7 @@ class DefaultAdapter:
         changes = self._fitting.changes(conversation)
         if changes is None:
             raise self._refusal(conversation, tokenizer)
-        # What the outline doesn't tell: a template may fail at the texts themselves.
+        # The outline can't tell everything: a template may fail at the texts themselves.
         attempts = [(changes, False), (changes, True), (ALL, True), (LAST_RESORT, True)]
         refusals: list[Exception] = []
         for tried, described in dict.fromkeys(attempts):
@@ -213,7 +217,7 @@ class DefaultAdapter:
         raise _refused(conversation, refusals[0]) from refusals[0]
 
     def _refusal(self, conversation: Conversation, tokenizer: Tokenizer) -> MLXManagerError:
-        """Why the template can't show all of the conversation."""
+        """Return the error that says why the template can't show all of the conversation."""
         try:
             self._rendered(tokenizer, conversation, NOTHING)
         except jinja2.TemplateSyntaxError as error:
@@ -237,7 +241,8 @@ class DefaultAdapter:
         *,
         described: bool = False,
     ) -> str:
-        """The template's text. described: parameters of tools are a part of their descriptions."""
+        """Return the template's text. described: write the tools' parameters into their
+        descriptions."""
         placed = self._placed(conversation, changes)
         messages = template_messages(placed, self._traits)
         options = self.variables(conversation) | self._tool_options(conversation, described)
@@ -265,7 +270,8 @@ class DefaultAdapter:
         return self._traits.tools == "nowhere" and conversation.offers_tools
 
     def variables(self, conversation: Conversation) -> dict[str, Any]:
-        """Those of the template. Thinking is switched by the one that this template reads."""
+        """Return the template's variables. The switch of thinking is under the name that this
+        template reads."""
         args = _template_args(conversation)
         if "enable_thinking" in args:
             thinks = args["enable_thinking"]
@@ -362,28 +368,28 @@ class DefaultAdapter:
         )
 
     def thinks(self, tokenizer: Tokenizer) -> bool:
-        # As some templates, Granite's and Hunyuan's, are asked to.
+        # Some templates, such as Granite's and Hunyuan's, think only if asked to.
         asked = Conversation((), template_args={"enable_thinking": True, "thinking": True})
         return self.reasoning_marks(tokenizer, asked) is not None
 
     def reasoning_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Marks | None:
-        """The texts around thinking, None for a model that does none."""
+        """Return the texts around thinking; None for a model that does not think."""
         if tokenizer.has_thinking:
             return tokenizer.think_start, tokenizer.think_end
         known = (pair for pair in self.thinking if token_id(tokenizer, pair[0]) is not None)
-        # As of OLMo 3 and Llama-Nemotron, which have no token for it.
+        # OLMo 3 and Llama-Nemotron think without special tokens for it.
         thinks = self._traits.opens_thinking or self._traits.drops_thinking
         return next(known, ("<think>", "</think>") if thinks else None)
 
     def structural_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Sequence[str]:
-        """Texts in an answer that are neither content nor the beginning of anything else."""
+        """Return the texts in answers that are neither content nor begin another region."""
         around = (pair for pair in self.around_content if token_id(tokenizer, pair[0]) is not None)
         return (*tokenizer.structural_markers, *next(around, ()))
 
 
 def _template_args(conversation: Conversation) -> dict[str, Any]:
-    """Variables for the template. A name that the renderer itself knows would do something else,
-    such as render another template, which the owner of the server has not chosen.
+    """Return the variables for the template. A name that the renderer itself knows is refused: it
+    would do something else, such as render a template that the server's owner has not chosen.
     """
     taken = sorted(_RENDERER_OPTIONS & conversation.template_args.keys())
     if taken:
@@ -424,14 +430,14 @@ def _tokenizer_eos(tokenizer: Tokenizer) -> list[int]:
 
 
 def _as_ids(value: Any) -> list[int]:
-    """A configuration's EOS: absent, one id or several."""
+    """Return the ids of a configuration's EOS, which may be absent, one id or several."""
     if isinstance(value, int):
         return [value]
     return [int(found) for found in value] if isinstance(value, Iterable) else []
 
 
 def _prefix(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that the tokenizer itself puts before any text: its BOS, mostly."""
+    """Return the tokens that the tokenizer itself puts before any text: its BOS, mostly."""
     bare = token_ids(tokenizer, "a")
     full: list[int] = tokenizer.encode("a", add_special_tokens=True)
     starts = range(len(full) - len(bare) + 1)

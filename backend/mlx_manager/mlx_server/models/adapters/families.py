@@ -1,6 +1,7 @@
-"""Families that depart from the default: their turn ends, and what mlx-lm does not know of them.
+"""Families that depart from the default: their turn ends, and facts that mlx-lm does not know.
 
-Most of what sets families apart is found in their tokenizers and templates; these are the rest.
+Most differences between families are found in their tokenizers and templates; this module has the
+rest.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class QwenAdapter(DefaultAdapter):
 
 
 class MistralAdapter(DefaultAdapter):
-    """Magistral thinks between `[THINK]` and `[/THINK]`."""
+    """Mistral's models. Magistral thinks between `[THINK]` and `[/THINK]`."""
 
     family: ClassVar[str] = "mistral"
     turn_ends: ClassVar[tuple[str, ...]] = ("</s>",)
@@ -37,7 +38,7 @@ class MistralAdapter(DefaultAdapter):
 
 
 class GemmaAdapter(DefaultAdapter):
-    """Gemma 4 ends its turns with `<turn|>`, its elders with `<end_of_turn>`."""
+    """Gemma models. Gemma 4 ends its turns with `<turn|>`, older ones with `<end_of_turn>`."""
 
     family: ClassVar[str] = "gemma"
     turn_ends: ClassVar[tuple[str, ...]] = ("<turn|>", "<end_of_turn>")
@@ -49,15 +50,15 @@ class PhiAdapter(DefaultAdapter):
 
 
 class GLMAdapter(DefaultAdapter):
-    """GLM has no end of turn of its own: it ends by beginning somebody else's."""
+    """GLM models, which have no token for the end of a turn: they begin the next speaker's."""
 
     family: ClassVar[str] = "glm"
     turn_ends: ClassVar[tuple[str, ...]] = ("<|endoftext|>", "<|user|>", "<|observation|>")
 
 
 class DeepSeekAdapter(DefaultAdapter):
-    """V3.2 has a function of mlx-lm's in place of a template. It fails at variables that it does
-    not know, where a template passes over them.
+    """DeepSeek models. V3.2 has a function of mlx-lm's in place of a template. The function fails
+    at variables that it does not know, where a template ignores them.
     """
 
     family: ClassVar[str] = "deepseek"
@@ -82,8 +83,8 @@ class DeepSeekAdapter(DefaultAdapter):
 
 
 class GraniteAdapter(DefaultAdapter):
-    """Granite 3 thinks when the template's argument `thinking` tells it to, without tokens for it,
-    and then puts its answer between `<response>` and `</response>`.
+    """Granite models. Granite 3 thinks if the template's argument `thinking` says so, without
+    special tokens, and then puts its answer between `<response>` and `</response>`.
     """
 
     family: ClassVar[str] = "granite"
@@ -101,8 +102,8 @@ class GraniteAdapter(DefaultAdapter):
 
 
 class HunyuanAdapter(DefaultAdapter):
-    """Hunyuan thinks between `<think>` and `</think>`, and answers between `<answer>` and
-    `</answer>`, each on a line of its own and without tokens for it: vLLM's
+    """Hunyuan models, which think between `<think>` and `</think>` and answer between `<answer>`
+    and `</answer>`. Each tag is on a line of its own and has no special token. Source: vLLM's
     hunyuan_a13b_reasoning_parser.py.
     """
 
@@ -134,10 +135,11 @@ HARMONY_ENDS: tuple[tuple[str, Region], ...] = (
 
 
 class GptOssAdapter(DefaultAdapter):
-    """gpt-oss writes messages in the harmony format: a header with a channel and a recipient, then
-    a body. Channel analysis is thinking; the rest is for the caller, or calls a function.
+    """gpt-oss, which writes messages in the harmony format: a header with a channel and a
+    recipient, then a body. Channel analysis is thinking; other messages are for the caller, or
+    call a function.
 
-    `<|end|>` ends a message and not the turn, though it is what the template writes after answers.
+    `<|end|>` ends a message and not the turn, although the template writes it after answers.
     """
 
     family: ClassVar[str] = "gpt-oss"
@@ -192,7 +194,8 @@ def _initial_region(
 
 
 def _thinking_beside_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The template shows one text beside calls, as thinking, and refuses two: join them."""
+    """Join a message's thinking and content: the template refuses two texts beside calls, and shows
+    one as thinking."""
     if not message.get("tool_calls") or not message.get("reasoning_content"):
         return message
     texts = [text for text in (message["reasoning_content"], message["content"]) if text]

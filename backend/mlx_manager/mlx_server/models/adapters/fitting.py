@@ -1,8 +1,8 @@
 """Search for the fewest changes with which a template shows all of a conversation.
 
-A template that leaves a message out says nothing of it. So an outline of the conversation, each
-text of which is a word of its own, is rendered first: whatever word is missing is a text that the
-model would never see. Most conversations need no change.
+A template may leave a message out silently. So an outline of the conversation is rendered first,
+with a unique word in place of each text. A missing word means a text that the model would never
+see. Most conversations need no change.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ NOTHING: Changes = frozenset()
 _CHANGES: Sequence[Change] = ("apart", "alternating", "gathered", "completed", "the user's")
 ALL: Changes = frozenset(_CHANGES)
 _TOGETHER = 2
-"""Changes that are tried with each other, before all are."""
+"""Most changes that are tried together, before all are."""
 _AS_TEXT: Sequence[Changes] = (
     frozenset({"as text"}),
     frozenset({"as text", "alternating"}),
     frozenset({"as text", "alternating", "the user's"}),
 )
 LAST_RESORT = _AS_TEXT[-1]
-"""Leaves nothing but texts of the user and the assistant in turn."""
+"""Changes that leave only texts of the user and the assistant in turn."""
 
 _LONG = 128
 """Messages of an outline beyond which few combinations are tried."""
 _KNOWN = 256
 """Outlines that are remembered, if they have `_BRIEF` messages at most."""
 _BRIEF = 32
-"""Messages of a conversation whose outline leaves none out."""
+"""Most messages of a conversation whose outline leaves none out."""
 _FIRST, _LAST = 4, 8
 """Turns at either end that are always in the outline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A conversation with words in place of its texts. words: those that must be rendered."""
+    """A conversation with words in place of its texts. words: the words that must be rendered."""
 
     messages: tuple[Message, ...]
     offers: bool
@@ -75,9 +75,10 @@ _TOOL = Tool(
 
 
 class Fitting:
-    """Finds the changes for one model's template. Safe to use from several threads.
+    """Search for the changes that one model's template needs. Safe to use from several threads.
 
-    render: a conversation's text, if these changes are made. place: its messages then.
+    render: returns a conversation's text once these changes are made. place: returns its messages
+    then.
     """
 
     def __init__(self, render: Rendered, place: Placed) -> None:
@@ -86,7 +87,8 @@ class Fitting:
         self._remembered = lru_cache(_KNOWN)(self._found)
 
     def changes(self, conversation: Conversation) -> Changes | None:
-        """The fewest with which the template shows the conversation; None if it never does."""
+        """Return the fewest changes with which the template shows all of the conversation; None if
+        it never does."""
         outline = outline_of(conversation)
         brief = len(outline.messages) <= _BRIEF
         return self._remembered(outline) if brief else self._found(outline)
@@ -129,10 +131,10 @@ def _candidates(messages: int) -> Iterator[Changes]:
 
 
 def outline_of(conversation: Conversation) -> Outline:
-    """The outline of a conversation; alike conversations have the same.
+    """Return the outline of a conversation; alike conversations have the same outline.
 
-    Of many turns those are left out that follow each other as others before them do. Thinking has
-    words that need not be rendered: templates leave it out on purpose.
+    Turns of a long conversation are left out, see `_essential`. Thinking has words that need not be
+    rendered: templates leave it out on purpose.
     """
     numbers = count()
     words: list[str] = []
@@ -171,7 +173,8 @@ def outline_of(conversation: Conversation) -> Outline:
 
 
 def _essential(messages: Sequence[Message]) -> Sequence[Message]:
-    """Some templates go through all messages for each: a long conversation takes them minutes."""
+    """Return the messages; of a long conversation only both ends, and each pair of neighbouring
+    turns that is the first of its kinds. Some templates take quadratic time: minutes for many."""
     if len(messages) <= _BRIEF:
         return messages
     units = [
@@ -205,7 +208,7 @@ def _arguments(text: str, word: Callable[[], str]) -> str:
 
 
 def _small(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Those of the template's variables that a conversation's outline may depend on."""
+    """Yield the template's variables that an outline may depend on: short plain values."""
     for name, value in variables.items():
         if isinstance(value, bool | int | float | str) and len(str(value)) <= 64:
             yield name, value

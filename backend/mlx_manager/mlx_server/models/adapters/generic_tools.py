@@ -29,11 +29,11 @@ Results are given to you within <tool_response></tool_response> XML tags."""
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
-    """The part of a system message that tells a model of its tools."""
+    """Return the part of a system message that lists the tools."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return _INSTRUCTIONS.format(tools=listed)
 
 
 def result_text(content: str) -> str:
-    """The result of a call, as the user's text."""
+    """Return the result of a call as text of the user."""
     return f"<tool_response>\n{content}\n</tool_response>"

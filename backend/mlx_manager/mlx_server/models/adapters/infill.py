@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class InfillTokens:
-    """Before the text's beginning, before its end, and before what is to be written.
+    """Special tokens of an infilling prompt, in front of its parts.
 
-    suffix_first: the end comes before the beginning.
+    prefix: before the text's beginning. suffix: before the text's end. middle: before the text that
+    is to be written. suffix_first: the end comes before the beginning.
     """
 
     prefix: str
@@ -30,5 +31,5 @@ INFILL = (
     InfillTokens("▁<PRE>", "▁<SUF>", "▁<MID>"),
     InfillTokens("[PREFIX]", "[SUFFIX]", None, suffix_first=True),
 )
-"""Qwen2.5-Coder and CodeGemma; StarCoder and Granite; SantaCoder; DeepSeek-Coder; CodeLlama;
-Codestral."""
+"""Tokens of Qwen2.5-Coder and CodeGemma; StarCoder and Granite; SantaCoder; DeepSeek-Coder;
+CodeLlama; Codestral."""

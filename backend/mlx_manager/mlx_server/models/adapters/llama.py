@@ -1,4 +1,4 @@
-"""Llama 3 and its kin, CodeLlama, and what is fine-tuned from them."""
+"""Llama 3 and its relatives, CodeLlama, and models that are fine-tuned from them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from mlx_manager.mlx_server.models.adapters.base import DefaultAdapter
 
 
 class LlamaAdapter(DefaultAdapter):
-    """Llama 3 ends a turn with `<|eot_id|>`, and with `<|eom_id|>` when it awaits a tool's result.
+    """Llama models. Llama 3 ends a turn with `<|eot_id|>`, or `<|eom_id|>` before a tool's result.
 
-    Its config.json names one of them at most, and fine-tunes often neither. CodeLlama ends what it
-    fills in with `▁<EOT>`.
+    Its config.json names at most one of these tokens, and a fine-tune's often neither. CodeLlama
+    ends an infilled text with `▁<EOT>`.
     """
 
     family: ClassVar[str] = "llama"

@@ -1,4 +1,4 @@
-"""A `Conversation` in the form that chat templates read, bent to what the template can express."""
+"""A `Conversation` in the form that chat templates read, adapted to one template's traits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ _BASE62 = string.digits + string.ascii_letters
 
 
 def template_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
-    """Tools as templates read them. No description is an empty one: templates add it to text."""
+    """Return tools as templates read them.
+
+    A missing description becomes "", since templates add it to text. Missing parameters become an
+    object without properties.
+    """
     return [
         {
             "type": "function",
@@ -32,16 +36,16 @@ def template_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
 
 
 def template_messages(messages: Iterable[Message], traits: TemplateTraits) -> list[dict[str, Any]]:
-    """Messages as dicts. Each has a place in the template; see `turns`."""
+    """Return messages as dicts. Each must have a place in the template; see `turns`."""
     known = list(messages)
     names = {call.id: call.name for message in known for call in message.tool_calls}
     return [_entry(message, traits, names) for message in known]
 
 
 def call_object(text: str) -> Any:
-    """Arguments as the object that most templates want, or as they are if they are no JSON.
+    """Return arguments as the object that most templates want, or unchanged if they are no JSON.
 
-    JSON that Python would change (names twice, numbers too large) stays text as well.
+    JSON that Python would change (repeated names, numbers too large) stays text, too.
     """
     if text.strip() in ("", "null"):
         return {}
@@ -70,7 +74,7 @@ def _refused(text: str) -> Any:
 
 
 def _short_id(call_id: str) -> str:
-    """The same 9 letters or digits for the same id, in a call and in its result."""
+    """Return 9 letters or digits, the same for the same id: for a call and its result."""
     if re.fullmatch(r"[A-Za-z0-9]{9}", call_id):
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode()).digest())
@@ -78,7 +82,7 @@ def _short_id(call_id: str) -> str:
 
 
 def _entry(message: Message, traits: TemplateTraits, names: dict[str, str]) -> dict[str, Any]:
-    """Keys without a value are left out: templates ask whether a key is there."""
+    """Return a message as a dict, without keys that have no value: templates test for keys."""
     content = message.content
     if message.role == "assistant" and not message.tool_calls:
         content = content or traits.filler
@@ -95,7 +99,7 @@ def _entry(message: Message, traits: TemplateTraits, names: dict[str, str]) -> d
     if message.reasoning is not None:
         entry["reasoning_content"] = message.reasoning
         if message.tool_calls:
-            # What Cohere's templates call it.
+            # Cohere's templates read thinking under this name.
             entry["tool_plan"] = message.reasoning
     if message.tool_calls:
         entry["tool_calls"] = [_call(call, traits) for call in message.tool_calls]
@@ -108,8 +112,8 @@ def _call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def _arguments(text: str, traits: TemplateTraits) -> Any:
-    """Arguments as the template reads them; nothing of broken ones, as those that the token limit
-    cut off, is left out."""
+    """Return arguments as the template reads them. Broken ones, such as the token limit cuts off,
+    are passed on whole."""
     found = call_object(text)
     if not traits.object_arguments:
         return text if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Which adapter a model gets: by the `model_type` in its config.json, else by its name."""
+"""Choice of a model's adapter: by the `model_type` in its config.json, else by its name."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _ADAPTERS: Mapping[str, type[DefaultAdapter]] = {
 def get_adapter(
     source: str | Mapping[str, Any] | None, name: str = "", tokenizer: Tokenizer = None
 ) -> ModelAdapter:
-    """The adapter of a model.
+    """Return the adapter of a model.
 
-    `source` is its config.json or, where there is none, its name (which `name` may carry too).
+    source: its config.json or, where there is none, its name (which `name` may have, too).
     """
     config = source if isinstance(source, Mapping) else None
     family = detect_model_family(config if config else name or str(source or ""))

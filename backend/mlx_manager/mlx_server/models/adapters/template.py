@@ -1,7 +1,7 @@
-"""What a chat template can express, found out by rendering small conversations with it.
+"""Probing of a chat template: small conversations are rendered to find out its abilities.
 
 Templates differ in what they support and fail in many ways: some raise, some leave a message out
-without a word. Trying is what llama.cpp does too; it holds for templates nobody has seen yet.
+silently. llama.cpp probes templates, too; this works for templates that nobody has seen yet.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ RENDER_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a template raises: its own refusals, and mishaps such as adding None to a string."""
+"""Errors that a template raises: its own refusals, and bugs such as adding None to a string."""
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 
 class Render(Protocol):
-    """Messages, tools and variables to the template's text; it opens no turn unless they say so."""
+    """A function that renders messages and tools to the template's text. It opens no turn for the
+    assistant unless the variables say so."""
 
     def __call__(self, messages: Messages, tools: Tools | None, **variables: Any) -> str: ...
 
@@ -51,24 +52,23 @@ ThinkingSwitch = Literal["enable_thinking", "thinking", "reasoning", "thinking_b
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What conversations a template renders in full.
+    """The kinds of conversations that a template renders in full.
 
-    system: where system messages may be; "before last" is one that is shown with the user's last
-    message, and only where that ends the conversation. tools: whether it tells the model of tools,
-    and whether only in a system message. tools_as: what it reads them from: its `tools`, in the
-    form of OpenAI's API or as their functions, or JSON text of these, a system message's `tools`.
-    schemas: how much of their parameters' schemas it shows. calls: how many calls a message of the
-    assistant may hold. object_arguments: their arguments are an object, not JSON text.
-    text_arguments: it takes text that is no JSON for arguments, too. results: whether it renders
-    messages of role tool. told_apart: it says whose result one is. call_ids: what ids of calls must
-    be: "short" ones have 9 characters, "numbered" ones are `functions.NAME:N`, counted from the
-    conversation's beginning or anew in each message. filler: what an answer without text has to
-    hold. empty_tools: it wants an empty list where no tools are offered. history_wants_tools: it
-    leaves past calls or results out where it gets no list at all. turn_end: what it writes between
-    an answer and the next user's message. thinking: its name of the variable that switches thinking
-    on and off (a budget does so by 0), if it has one. opens_thinking: it begins answers with
-    `<think>` itself, if only where it is told to. drops_thinking: it leaves out of past answers
-    what stands before `</think>`.
+    system: the places of system messages; "before last" is one that is shown with the user's last
+    message, and only where that ends the conversation. tools: whether the template lists tools, and
+    whether only in a system message. tools_as: the source of the list: "tools" in the form of
+    OpenAI's API, their "functions" only, or a system message's `tools`, the functions' JSON "text".
+    schemas: the shown parts of the tools' parameter schemas. calls: the calls that a message of the
+    assistant may hold. object_arguments: the calls' arguments are an object, not JSON text.
+    text_arguments: arguments may also be text that is no JSON. results: messages of role tool are
+    rendered. told_apart: results are shown with their call. call_ids: the form of the calls' ids:
+    "short" ones have 9 characters, "numbered" ones are `functions.NAME:N`, counted from the
+    conversation's beginning or anew in each message. filler: the text of an answer without text.
+    empty_tools: an empty list is needed where no tools are offered. history_wants_tools: past calls
+    or results are left out where there is no list at all. turn_end: the text between an answer and
+    the user's next message. thinking: the variable that switches thinking on and off (a budget does
+    so by 0). opens_thinking: the template begins answers with `<think>` itself, always or if told
+    to. drops_thinking: the text before `</think>` is left out of past answers.
     """
 
     system: SystemPlace = "anywhere"
@@ -91,7 +91,7 @@ class TemplateTraits:
 
 
 def probe(render: Render) -> TemplateTraits:
-    """The traits of the template behind `render`."""
+    """Return the traits of the template behind `render`."""
     user, answer = _message("user", _USER), _message("assistant", _ANSWER)
     place, tools_as = _tools(render, user)
     if tools_as == "functions":
@@ -163,7 +163,7 @@ def functions_of(tools: Tools) -> list[Mapping[str, Any]]:
 
 
 def functions_text(tools: Tools) -> str:
-    """The functions as JSON text."""
+    """Return the tools' functions as JSON text."""
     return json.dumps(functions_of(tools), ensure_ascii=False)
 
 
@@ -190,7 +190,7 @@ def _schemas(
 
 
 def _calls(render: Render, user: Mapping[str, Any]) -> tuple[Literal["many", "one", "none"], bool]:
-    """How many calls a message may hold, and whether their arguments are objects."""
+    """Return the number of calls that a message may hold, and whether arguments are objects."""
     tools = [_tool("qofferedq")]
     for as_object in (True, False):
         one = _call("qcalledq", "functions.qcalledq:0", as_object)
@@ -239,7 +239,7 @@ def _call_ids(render: Render, user: Mapping[str, Any], as_object: bool) -> CallI
 
 
 def _filler(render: Render, user: Mapping[str, Any], tools: Tools | None) -> str:
-    """Some templates, as Ministral 3's, refuse an answer that is empty."""
+    """Return the text for an empty answer, which some templates, such as Ministral 3's, refuse."""
 
     def takes(content: str) -> bool:
         answer, later = _message("assistant", content), _message("user", _LATER)
@@ -269,7 +269,7 @@ def _thinking(render: Render, user: Mapping[str, Any], tools: Tools | None) -> T
     for name in names:
         if heeds(name):
             return name
-    # As Seed-OSS's, which has no other; -1 is its own default.
+    # Seed-OSS's template has only the budget, whose default is -1.
     return "thinking_budget" if heeds("thinking_budget", 0, -1) else "enable_thinking"
 
 

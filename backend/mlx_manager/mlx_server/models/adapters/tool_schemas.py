@@ -1,9 +1,8 @@
 """Parameters of tools for templates that print types themselves instead of the JSON Schema.
 
-Such a template knows some keywords and passes over the others, or fails at them. Probing finds out
-which it shows. References are inlined, and what it can't show is written into a description, as
-JSON: nothing that a client says of its tools is lost. A template that dumps the schema gets it as
-it came.
+Such a template knows some keywords and ignores the others, or fails at them. Probing finds out
+which ones are shown. References are inlined, and the rest is written into a description, as JSON:
+nothing that a client says of its tools is lost. A template that dumps the schema gets it unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from urllib.parse import unquote
 
 Schema = Mapping[str, Any]
 Told = Callable[[Schema], str]
-"""The template's text for a tool with these parameters, "" if it refuses."""
+"""Function that returns the template's text for a tool with these parameters, "" if refused."""
 
 _DEPTH = 32
 """Levels of a schema that is rewritten; a deeper one is only described."""
@@ -27,7 +26,7 @@ _SMALL = 16_384
 _NONE: Schema = {"type": "object", "properties": {}}
 _ROOTS = ("$ref", "allOf", "anyOf", "oneOf")
 _WHOLE = (*_ROOTS, "enum", "const", "additionalProperties")
-"""Keywords that a template shows or doesn't, whatever is in them."""
+"""Keywords that a template either shows or hides, whatever is in them."""
 _OTHERS = {
     *("prefixItems", "patternProperties", "propertyNames", "contains", "not", "if", "then", "else"),
     *("dependentSchemas", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef"),
@@ -62,11 +61,12 @@ _NAMES = (
 class SchemaTraits:
     """Keywords and names in a tool's parameters that a template shows or hides.
 
-    hidden: the keywords that it doesn't; "description" stands for those within a parameter, "items"
-    for more than their type, "types" for lists of types, "null" for those with null, "typed enum"
-    for enums of more than strings, and "others" for keywords that few templates know. nullable:
-    it shows OpenAPI's `nullable`. lost: names of parameters that it leaves out. describes: it shows
-    what is said of parameters. dumps: it shows the whole schema beside the types that it prints.
+    hidden: the hidden keywords. "description" stands for those within a parameter, "items" for
+    items with more than a type, "item types" for those with a type only, "types" for lists of
+    types, "null" for lists with null, "typed enum" for enums of more than strings, and "others" for
+    keywords that few templates know. nullable: OpenAPI's `nullable` is shown. lost: names of
+    parameters that are left out. describes: descriptions of parameters are shown. dumps: the whole
+    schema is shown beside the types that the template prints.
     """
 
     hidden: frozenset[str] = frozenset()
@@ -82,7 +82,7 @@ class SchemaTraits:
 
 
 def probe_schemas(told: Told) -> SchemaTraits:
-    """Find out by rendering small tools."""
+    """Find out a template's traits by rendering small tools."""
 
     def text(parameter: Schema, name: str = "qparamq") -> str:
         parameters = {"type": "object", "properties": {name: parameter}}
@@ -119,10 +119,10 @@ def _words(parameter: Schema) -> Sequence[str]:
 
 
 def shown_function(traits: SchemaTraits, function: Schema) -> Schema:
-    """A tool's function such that the template shows all that is said of it.
+    """Return a tool's function such that the template shows all that is said of it.
 
     Raises:
-        RecursionError: its parameters are nested too deeply for JSON.
+        RecursionError: the parameters are nested too deeply for JSON.
     """
     if traits.all:
         return function
@@ -133,7 +133,7 @@ def shown_function(traits: SchemaTraits, function: Schema) -> Schema:
 
 
 def described_function(function: Schema) -> Schema:
-    """A tool's function whose parameters are nothing but a part of its description."""
+    """Return a tool's function with its parameters in its description alone."""
     if function["parameters"] == _NONE:
         return function
     said = f"Parameters: {_json(function['parameters'])}"
@@ -169,9 +169,9 @@ def _rewritten(function: Schema, traits: SchemaTraits) -> Schema:
 
 
 def _parameter(schema: Any, traits: SchemaTraits) -> Schema:
-    """A parameter as the template can show it. What is left is in its description."""
+    """Return a parameter as the template can show it, with the rest in its description."""
     if not isinstance(schema, Mapping):
-        # True, say: anything.
+        # A schema may be True, which allows anything.
         return {}
     if traits.dumps or _is_shown(schema, traits):
         return schema
@@ -189,12 +189,12 @@ def _parameter(schema: Any, traits: SchemaTraits) -> Schema:
 
 
 def _inlined(root: Schema) -> Schema:
-    """`root` with what its references name in their place.
+    """Return `root` with the referenced schemas in place of the references.
 
-    Where one leads back into itself, only its name is left.
+    A reference that leads back into itself is replaced by its name in a description.
 
     Raises:
-        _TooLarge: it would be.
+        _TooLarge: the result would be too large or too deep.
     """
     room = max(_SMALL, _GROWTH * len(_json(root)))
 
@@ -261,7 +261,8 @@ def _target(root: Schema, reference: str) -> Schema | None:
 
 
 def _simplified(schema: Any, traits: SchemaTraits) -> Any:
-    """The same in fewer keywords, where they can be done without."""
+    """Return an equal schema without `allOf` and null, where the template hides them and the
+    schema can do without."""
     if not isinstance(schema, Mapping):
         return schema
     simple = dict(schema)
@@ -280,7 +281,7 @@ def _simplified(schema: Any, traits: SchemaTraits) -> Any:
 
 
 def _without_null(schema: dict[str, Any], traits: SchemaTraits) -> dict[str, Any]:
-    """One or null, said in the way that the template shows."""
+    """Return the schema with "one type or null" written in the way that the template shows."""
     for keyword in ("anyOf", "oneOf"):
         options = schema.get(keyword)
         if keyword not in traits.hidden or not isinstance(options, list):
@@ -317,7 +318,7 @@ def _is_null(schema: Any) -> bool:
 
 
 def _merged(schemas: Sequence[Any]) -> dict[str, Any]:
-    """Schemas that all hold, as one; with `allOf`, if they disagree."""
+    """Return one schema for several that all hold; with `allOf`, if they disagree."""
     merged: dict[str, Any] = {}
     for schema in schemas:
         if not isinstance(schema, Mapping):
@@ -339,7 +340,8 @@ def _merged(schemas: Sequence[Any]) -> dict[str, Any]:
 
 
 def _is_shown(schema: Any, traits: SchemaTraits, within: bool = False) -> bool:
-    """within: whether it is part of a parameter, and not one."""
+    """Return whether the template shows all of a schema. within: the schema is a part of a
+    parameter."""
     if not isinstance(schema, Mapping):
         return True
     if _used(schema, within) & traits.hidden or traits.lost & _names(schema):
@@ -348,7 +350,7 @@ def _is_shown(schema: Any, traits: SchemaTraits, within: bool = False) -> bool:
 
 
 def _used(schema: Schema, within: bool) -> set[str]:
-    """Return what this schema uses, in the words of `SchemaTraits.hidden`."""
+    """Return the keywords that this schema uses, in the words of `SchemaTraits.hidden`."""
     used = {key for key in _WHOLE if key in schema}
     if isinstance(schema.get("additionalProperties"), bool):
         used.discard("additionalProperties")

@@ -1,9 +1,8 @@
-"""How models write tool calls: those that mlx-lm has a parser for, and a few it has none for.
+"""Syntaxes of models' tool calls: those that mlx-lm has a parser for, and a few others.
 
-Arguments in JSON, in Gemma's notation, and those that stand one by one are streamed by the engine
-as they are written; calls as in Python are read when they are complete. A format that is new to
-mlx-lm and not known here is read by its parser. mlx-lm decides which of its formats a model has, by
-its template.
+The engine streams arguments in JSON, in Gemma's notation, and one by one as they are written. Calls
+as in Python are read when they are complete. A format that mlx-lm knows and this module does not is
+read by mlx-lm's parser. mlx-lm infers from a model's template which of its formats the model has.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from mlx_manager.mlx_server.formats import (
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_id
 
 _WORD = r"[^\s\"'<>\[\]{}\\]{1,128}"
-"""The names that formats without JSON have a form for: what ends one is none of these."""
+"""A name in formats without JSON. Characters that could end the name are excluded."""
 
 NAME = rf"(?P<name>{_WORD})"
 _PYTHON_QUOTES = (('"', '"'), ("'", "'"))
@@ -48,14 +47,15 @@ PARSE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What mlx-lm's parsers raise on text that is no call; each has its own habits."""
+"""Errors that mlx-lm's parsers raise on text that is no call; they differ by parser."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
-    """How one kind of model writes calls.
+    """Syntax of one kind of model's tool calls.
 
-    openers: the markers that open them. form: how they are written, given the tools offered.
+    openers: the markers that open calls. form: returns the format of calls, given the tools
+    offered.
     """
 
     openers: tuple[str, ...]
@@ -72,16 +72,16 @@ def _json(
     end: str = "",
     close: str = "",
 ) -> ToolSyntax:
-    """Calls whose arguments are JSON.
+    """Return the syntax of calls whose arguments are JSON.
 
-    held: see `CallFormat`. end: what ends a call. close: what ends all calls.
+    held: see `CallFormat`. end: the text that ends a call. close: the text that ends all calls.
     """
     form = CallFormat(item, shape=shape, name_key=name_key, held=held, end=end, close=close)
     return ToolSyntax(openers, lambda _: form)
 
 
 def _objects(key: str, opening: str = "", between: str = ", ", closing: str = "") -> CallShape:
-    """Calls as JSON objects of a name and, called `key`, its arguments."""
+    """Return the shape of calls as JSON objects with a name and, under `key`, the arguments."""
     return CallShape(
         head=('{"name": "',),
         middle=(f'", "{key}": ',),
@@ -99,7 +99,7 @@ def _objects(key: str, opening: str = "", between: str = ", ", closing: str = ""
 # ---------------------------------------------------------------------------------------------
 
 _LIST_OF_OBJECTS = r"[\s,\[\]}]*(?:(?P<object>\{)"
-"""A brace too many is what some models end a call with."""
+"""Begin of a call in a list of JSON objects. Some models end a call with one brace too many."""
 
 _HERMES_ITEM = _LIST_OF_OBJECTS + r"|(?P<close></tool_call>))"
 _HERMES_SHAPE = CallShape(
@@ -340,7 +340,7 @@ HARMONY = _json(
 
 
 PYTHON_NAME = r"[A-Za-z_][^\s()\[\]{}<>\"'\\,=]{0,127}"
-"""Functions as calls in Python name them; tools' names need not be Python's."""
+"""A function's name in a call as in Python; tools' names need not be valid in Python."""
 
 _LLAMA_FORM = CallFormat(
     r"(?:[\s,;\[\]}]|<\|python_tag\|>|<\|python_end\|>)*"
@@ -351,7 +351,7 @@ _LLAMA_FORM = CallFormat(
 )
 LLAMA = ToolSyntax(("<|python_tag|>", "<|python_start|>"), lambda _: _LLAMA_FORM)
 """JSON objects at the beginning of the answer or after `<|python_tag|>`, several of them separated
-by `;` or line feeds, or a Python list of calls. Also what a model without any known format gets.
+by `;` or line feeds, or a Python list of calls. The default for a model without a known format.
 """
 
 # ---------------------------------------------------------------------------------------------
@@ -369,9 +369,10 @@ def _parameters(
     shape: CallShape,
     item: str | None = None,
 ) -> ToolSyntax:
-    """Calls whose arguments stand one by one.
+    """Return the syntax of calls whose arguments stand one by one.
 
-    item: as in `CallFormat`; None if calls stand between what opens them and what closes them.
+    item: as in `CallFormat`; None if calls stand between the text that opens them and the text that
+    closes them.
     """
     item = item or rf"\s*(?:(?P<close>{parameters.close})|{parameters.call}(?P<params>))"
     form = CallFormat(
@@ -384,9 +385,9 @@ def _parameters(
 
 
 def _coder(prefix: str, *, lines: bool) -> ToolSyntax:
-    """Qwen3-Coder's format, whose outer marker Seed begins with a prefix of its own.
+    """Return Qwen3-Coder's format, of which Seed-OSS's has a prefix in the outer marker.
 
-    lines: whether values stand on lines of their own.
+    lines: values stand on lines of their own.
     """
     call, line = f"{prefix}tool_call", "\n" if lines else ""
     return _parameters(
@@ -410,7 +411,7 @@ def _coder(prefix: str, *, lines: bool) -> ToolSyntax:
 
 
 QWEN_CODER = _coder("", lines=True)
-"""Qwen3-Coder and its kin, which leave the marker before a call out now and then."""
+"""Qwen3-Coder and its relatives, which sometimes leave out the marker before a call."""
 
 SEED = _coder("seed:", lines=False)
 """Seed-OSS: ByteDance-Seed-OSS.jinja in llama.cpp's models/templates, and vLLM's
@@ -418,7 +419,7 @@ seed_oss_tool_parser.py, which reads calls without the marker before them, too."
 
 
 def _glm(prefix: str, *, lines: bool) -> ToolSyntax:
-    """GLM's format, whose markers LongCat begins with a prefix of its own."""
+    """Return GLM's format, of which LongCat's has a prefix in the markers."""
     call, key, value = (f"{prefix}{name}" for name in ("tool_call", "arg_key", "arg_value"))
     line = "\n" if lines else ""
     return _parameters(
@@ -593,7 +594,7 @@ KIMI_K3 = _parameters(
 
 
 def _gemma(start: str, end: str, *quotes: str) -> ToolSyntax:
-    """Gemma's calls: names have no quotes, and texts are between quotes of its own."""
+    """Return the syntax of Gemma's calls: names have no quotes, and texts have special ones."""
     begin, close = re.escape(start), re.escape(end)
     form = CallFormat(
         rf"\s*(?:(?P<close>{close})|(?:{begin}\s*)?call\s*:\s*{NAME}\s*"
@@ -657,10 +658,10 @@ lmstudio-community's Olmo-3.1-32B-Instruct-MLX-8bit as its users quote it."""
 
 
 def read_block(parser: BlockParser, text: str, tools: ToolDicts) -> list[tuple[str, str]]:
-    """(name, JSON arguments) of the calls that a parser of mlx-lm's finds.
+    """Return (name, JSON arguments) of the calls that a parser of mlx-lm's finds.
 
     Raises:
-        ValueError: it finds none, or one whose arguments JSON can't hold.
+        ValueError: the parser finds no call, or one whose arguments JSON can't hold.
     """
     try:
         found = parser(text.strip(), tools)
@@ -703,7 +704,7 @@ _KNOWN: Mapping[str, ToolSyntax] = {
 
 
 def of_mlx_parser(module: str, start: str, end: str, parser: BlockParser) -> ToolSyntax:
-    """The syntax that the parser in `mlx_lm.tool_parsers.<module>` reads."""
+    """Return the syntax that the parser in `mlx_lm.tool_parsers.<module>` reads."""
     return _KNOWN.get(module) or _block(start, end, parser)
 
 
@@ -731,9 +732,9 @@ _BY_TEMPLATE = (
 
 
 def syntax_of(tokenizer: Any) -> ToolSyntax:
-    """How the tokenizer's model writes calls: what mlx-lm infers, else by what its template says.
+    """Return the syntax of the tokenizer's model: as mlx-lm infers it, else by its template.
 
-    A model with several templates is one that mlx-lm infers nothing for.
+    mlx-lm infers nothing for a model with several templates.
     """
     templates = str(tokenizer.chat_template)
     if tokenizer.has_tool_calling:

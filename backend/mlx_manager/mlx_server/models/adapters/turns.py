@@ -1,6 +1,6 @@
-"""A conversation's turns, changed into such as a chat template shows.
+"""Changes to a conversation's turns after which a chat template shows them.
 
-Each change keeps every text. `fitting` finds out which of them a conversation needs.
+Each change keeps every text. `fitting` finds the changes that a conversation needs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from mlx_manager.mlx_server.models.adapters.generic_tools import result_text
 from mlx_manager.mlx_server.models.adapters.template import SystemPlace, TemplateTraits
 
 WriteCalls = Callable[[Sequence[ToolCall]], str]
-"""Calls as the model itself would write them, for a template that leaves them out."""
+"""Function that writes calls as the model would, for a template that leaves them out."""
 
 Change = Literal["apart", "alternating", "gathered", "completed", "the user's", "as text"]
 """Changes to a conversation that a template refuses, or shows in part.
 
-apart: text beside calls is a message of its own, before them. alternating: neighbours of one role
-are joined, and empty messages keep user and assistant in turn. gathered: results follow their
-calls; those without one are the user's text. completed: calls without a result get an empty one.
-the user's: system messages are part of what the user says. as text: so are results, and calls are
-part of what the assistant says.
+apart: text beside calls becomes a message of its own, before them. alternating: neighbours of one
+role are joined, and empty messages keep user and assistant in turn. gathered: results follow their
+calls; results without a call become the user's text. completed: calls without a result get an empty
+one. the user's: system messages become the user's text. as text: results become the user's text,
+and calls the assistant's.
 """
 
 Changes = frozenset[Change]
@@ -32,7 +32,7 @@ Changes = frozenset[Change]
 def turns(
     messages: Sequence[Message], traits: TemplateTraits, changes: Changes, write: WriteCalls
 ) -> list[Message]:
-    """The messages, each in a place that the template has for it, with `changes` made."""
+    """Return the messages, each in a place that the template has for it, with `changes` made."""
     system: SystemPlace = "nowhere" if "the user's" in changes else traits.system
     placed = _place_system(messages, system, joined=traits.tools == "in system")
     calls, results = traits.calls, traits.results
@@ -57,7 +57,7 @@ def turns(
 
 
 def with_system(messages: Sequence[Message], told: str) -> list[Message]:
-    """The messages with a system message at the beginning, which also says what is `told`."""
+    """Return the messages with a system message at the beginning, to which `told` is added."""
     if messages and messages[0].role == "system":
         first = messages[0]
         return [replace(first, content=_paragraphs([first.content, told])), *messages[1:]]
@@ -65,7 +65,10 @@ def with_system(messages: Sequence[Message], told: str) -> list[Message]:
 
 
 def _place_system(messages: Sequence[Message], place: SystemPlace, joined: bool) -> list[Message]:
-    """joined: those at the beginning are one, which tools are a part of."""
+    """Return the messages with system messages only in the template's place for them.
+
+    joined: system messages at the beginning become one, in which the template lists tools.
+    """
     if place == "anywhere" and not joined:
         return list(messages)
     leading = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
@@ -83,7 +86,8 @@ def _place_system(messages: Sequence[Message], place: SystemPlace, joined: bool)
 
 
 def _host(rest: Sequence[Message], place: SystemPlace) -> int | None:
-    """The message of the user's that what the system says is a part of, if any is."""
+    """Return the index of the user's message that the system's text is added to; None if it stays
+    a message of its own."""
     if place == "nowhere":
         return 0 if rest and rest[0].role == "user" else None
     if place != "before last" or (rest and rest[-1].role == "user"):
@@ -92,8 +96,11 @@ def _host(rest: Sequence[Message], place: SystemPlace) -> int | None:
 
 
 def _as_the_users(messages: Sequence[Message]) -> list[Message]:
-    """System messages as the user's, part of what the user says beside them: agents such as Claude
-    Code have them anywhere, and templates without a place for them want turns that alternate."""
+    """Return the messages with system messages as the user's, joined to the user's neighbours.
+
+    Agents such as Claude Code have system messages anywhere. Templates without a place for them
+    want turns that alternate.
+    """
     placed: list[Message] = []
     lent = False
     for message in messages:
@@ -128,7 +135,8 @@ def _joined(first: Message, second: Message) -> Message:
 
 
 def _alternating(messages: Sequence[Message]) -> list[Message]:
-    """User and assistant in turn, the user first. Calls and results count for nothing."""
+    """Return the messages with user and assistant in turn, the user first. Calls and results are
+    not counted."""
     placed: list[Message] = []
     due: Role = "user"
     for message in messages:
@@ -169,10 +177,10 @@ class Turn:
     results: list[Message]
 
     def matched(self) -> tuple[list[list[Message]], list[Message]]:
-        """The results of each call, and those of none.
+        """Return the results of each call, and the results of no call.
 
-        Calls that share an id, as some clients' do, have one result each, the last what is left. A
-        result without an id is the first call's that has no other.
+        Calls that share an id, as some clients' do, have one result each, and the last one all
+        further results. A result without an id goes to the first call without a result.
         """
         calls = self.message.tool_calls
         found: list[list[Message]] = [[] for _ in calls]
@@ -187,7 +195,7 @@ class Turn:
 
 
 def by_turn(messages: Sequence[Message]) -> Iterator[Message | Turn]:
-    """The messages, those with calls together with the results that follow them."""
+    """Yield the messages, those with calls together with the results that follow them."""
     position = 0
     while position < len(messages):
         message = messages[position]
@@ -205,8 +213,11 @@ def by_turn(messages: Sequence[Message]) -> Iterator[Message | Turn]:
 def _in_order(
     messages: Sequence[Message], traits: TemplateTraits, *, completed: bool
 ) -> Iterator[Message]:
-    """Results in their calls' order, where the template tells them apart by nothing else; a call a
-    message, each with its result, where it shows no more."""
+    """Yield the messages with their calls and results as the template needs them.
+
+    Results are in their calls' order where nothing else tells them apart. Each call is a message of
+    its own, followed by its result, where the template shows only one call a message.
+    """
     numbers = 0
     for given in by_turn(messages):
         if isinstance(given, Message):
@@ -237,7 +248,8 @@ def _in_order(
 
 
 def _numbered(turn: Turn, first: int) -> Turn:
-    """The same with ids as Kimi K2 writes them; a model that reads others writes such, too."""
+    """Return the turn with ids as Kimi K2 writes them: a model that reads other ids writes them,
+    too."""
     found, left = turn.matched()
     calls = tuple(
         replace(call, id=f"functions.{call.name}:{number}")
@@ -252,10 +264,10 @@ def _numbered(turn: Turn, first: int) -> Turn:
 
 
 def _gathered(messages: Sequence[Message]) -> list[Message]:
-    """Results right after their calls, wherever they came. One without a call is the user's text.
+    """Return the messages with results right after their calls, wherever they came.
 
-    One that follows calls and has another's id is of the call that has no result: ids get rewritten
-    on the way.
+    A result without a call becomes the user's text. A result that follows calls and has an unknown
+    id goes to the first call without a result: ids get rewritten on the way.
     """
     placed: list[Message | Turn] = []
     by_call: dict[str, Turn] = {}
@@ -309,7 +321,7 @@ def _with_calls_written(message: Message, write: WriteCalls) -> Message:
 
 
 def _results_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Results as the user's text, those of one turn in one message."""
+    """Return the messages with results as the user's text, those of one turn in one message."""
     placed: list[Message] = []
     before: Role | None = None
     for message in messages:

@@ -30,7 +30,7 @@ _TYPES: Mapping[type, str] = {
 
 
 def written(shape: CallShape, calls: Sequence[ToolCall]) -> str:
-    """Calls in this shape, with those of its pieces that must be there."""
+    """Return calls in this shape, without the pieces that may be left out."""
     texts = [
         f"{_pieces(shape.head, call, number)}{_name(shape, call)}"
         f"{_pieces(shape.middle, call, number)}{_arguments(shape, call)}"
@@ -51,7 +51,7 @@ def _piece(piece: Piece, call: ToolCall, number: int) -> str:
         case str():
             return piece
         case Pattern(regex):
-            # An id or a number of the call's.
+            # The pattern stands for the call's id, its number, or a line feed.
             choices = (call.id, str(number), "\n")
             return next((text for text in choices if re.fullmatch(regex, text)), "")
     return ""
