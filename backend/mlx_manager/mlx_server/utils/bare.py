@@ -6,8 +6,10 @@ from contextlib import ContextDecorator
 
 
 class BareErrors(ContextDecorator):
-    """The library tokenizers raises a bare `Exception`, such as over a tokenizer.json of a newer
-    release; here it is a ValueError, whose text begins with `says`."""
+    """Context in which a bare `Exception` becomes a ValueError whose text begins with `says`.
+
+    The library tokenizers raises bare ones, such as over a tokenizer.json of a newer release.
+    """
 
     def __init__(self, says: str) -> None:
         self._says = says

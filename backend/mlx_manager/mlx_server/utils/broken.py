@@ -1,4 +1,4 @@
-"""Errors of libraries that read what others have written."""
+"""Errors of libraries over the files of a model."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ BROKEN = (
     TypeError,
     ValueError,
 )
-"""Raised by mlx-lm, transformers, MLX and a repository's own code over files that are not as they
-expect."""
+"""Errors of mlx-lm, transformers, MLX and a repository's own code over files in an unexpected
+form."""
 LONGEST_PROBLEM = 500
-"""Characters of a library's error that are passed on; the log has all of it."""
+"""Most characters of a library's error that are passed on; the log has all of it."""
 
 
 @contextmanager
 def explained(model_id: str) -> Iterator[None]:
-    """Turn what the libraries raise into an error that says which model, and what is wrong."""
+    """Turn the libraries' errors into a `ModelLoadFailed` with the model and the problem."""
     try:
         yield None
     except MLXManagerError:
@@ -45,7 +45,8 @@ def explained(model_id: str) -> Iterator[None]:
 
 
 def problem(error: Exception) -> str:
-    """What a library says is wrong, which may be a line for each of a thousand weights."""
+    """Return the text of a library's error, cut to `LONGEST_PROBLEM` characters: an error may have
+    a line for each of a thousand weights."""
     said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
     said = said.strip() or type(error).__name__
     return said if len(said) <= LONGEST_PROBLEM else f"{said[:LONGEST_PROBLEM]} ..."

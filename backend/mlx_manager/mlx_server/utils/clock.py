@@ -1,4 +1,4 @@
-"""Ages of what is kept, whatever is made of the machine's clock meanwhile."""
+"""A clock for the ages of stored entries, unaffected by changes to the machine's clock."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 
 
 class SteadyClock:
-    """Seconds since 1970, as the machine's clock had them when this was made.
+    """Clock of the seconds since 1970, set by the machine's clock once, when this object is made.
 
-    It goes on by itself: who sets the machine's clock ahead makes nothing older.
+    Setting the machine's clock ahead later makes no entry older.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class SteadyClock:
 def ahead_of(now: float, newest: float, most: float) -> float:
     """Return the seconds to add to a clock that says `now`, to tell the ages of a file's entries.
 
-    A clock that is behind the newest of these was set, and so was one by which all of them are more
-    than `most` seconds old, unless nobody has used them for as long: they get that time once more.
+    The clock is taken to have been set if it is behind the newest entry, or if all entries are more
+    than `most` seconds old by it. Entries that are really so old are kept for that time once more.
     """
     return newest - now if newest > now or now - newest > most else 0.0

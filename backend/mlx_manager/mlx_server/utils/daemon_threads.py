@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 class AbandonedError(RuntimeError):
-    """Nobody waits for the job any more."""
+    """Raised in a job that nobody waits for any more."""
 
 
 class Waiting:
-    """Tells a job that has begun whether its caller still waits, and ends it when nobody does.
+    """The wait of a caller for a job that has begun; the job is stopped when nobody waits.
 
-    seconds: how long the job may take in all.
+    seconds: the time that the job may take in all.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -39,7 +39,7 @@ class Waiting:
         return self._deadline is not None and monotonic() > self._deadline
 
     def end(self) -> None:
-        """Nobody waits any more: what the job is at is stopped, and nothing else is begun."""
+        """End the wait: stop the job's current work, and let the job begin nothing else."""
         with self._lock:
             self._over = True
             if self._stop is not None:
@@ -47,7 +47,7 @@ class Waiting:
 
     @contextmanager
     def stopping(self, stop: Callable[[], object]) -> Iterator[None]:
-        """A context in which `stop` ends what the job is at; callable on any thread.
+        """Enter a context in which `stop`, callable on any thread, stops the job's current work.
 
         Raises:
             AbandonedError: nobody waits any more, on entering or on leaving.
@@ -66,16 +66,16 @@ class Waiting:
 
 
 class DaemonThreads:
-    """At most `most` at a time, each for one job; jobs beyond that wait their turn.
+    """Threads, at most `most` at a time, each for one job; further jobs wait.
 
-    Keys take turns, and the jobs of one key follow each other. Nobody waits for these threads when
-    the program ends, as for an executor's.
+    Keys take turns, and the jobs of one key follow each other. The program's end does not wait for
+    these threads, unlike an executor's.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._lock = threading.Lock()
-        # By key, the one whose turn is next first; no key without jobs.
+        # Jobs by key. The key whose turn is next is first; keys without jobs are removed.
         self._jobs: OrderedDict[str, deque[tuple[Future[object], Callable[[], None]]]] = (
             OrderedDict()
         )
@@ -84,15 +84,16 @@ class DaemonThreads:
     async def run(
         self, function: Callable[[], T], key: str = "", waiting: Waiting | None = None
     ) -> T:
-        """`asyncio.to_thread` on one of these. Who is cancelled takes back what has not begun.
+        """Run a function as `asyncio.to_thread` does, on one of these threads.
 
-        key: who asks. waiting: told when nobody waits for what has begun.
+        A caller that is cancelled withdraws a job that has not begun. key: the group of jobs that
+        takes turns with others. waiting: ended when the caller is cancelled.
         """
         outcome: Future[T] = Future()
         context = copy_context()
 
         def job() -> None:
-            # It imports huggingface_hub, which the server's start need not wait for.
+            # This imports huggingface_hub, for which the server's start need not wait.
             from mlx_manager.mlx_server.utils.broken import BROKEN
 
             if not outcome.set_running_or_notify_cancel():
@@ -116,7 +117,7 @@ class DaemonThreads:
             raise
 
     def _start(self) -> None:
-        """Begin the next job if there is one, and a thread for it."""
+        """Begin the next job on a thread of its own, if there is one and a thread is free."""
         with self._lock:
             job = self._next() if self._running < self._most else None
             if job is None:
@@ -125,7 +126,7 @@ class DaemonThreads:
         threading.Thread(target=self._do, args=(job,), daemon=True).start()
 
     def _next(self) -> Callable[[], None] | None:
-        """The next job that somebody waits for: the oldest of the key whose turn it is."""
+        """Remove and return the oldest job of the key whose turn it is; skip cancelled ones."""
         while self._jobs:
             key, jobs = self._jobs.popitem(last=False)
             outcome, job = jobs.popleft()

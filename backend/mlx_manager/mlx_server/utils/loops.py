@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where there is one, or else asyncio's own."""
+    """Return uvloop's factory of event loops if it is installed; None for asyncio's own loop."""
     try:
         import uvloop
     except ImportError:

@@ -26,23 +26,25 @@ NO_MORE = (
     "[malloc] unable to allocate",
     "[metal::malloc] resource limit",
 )
-"""Texts, in small letters, in MLX's errors for a device that has no memory left. They are CUDA's;
-those of a command buffer of Metal's, `[METAL] Command buffer execution failed: Insufficient Memory
-(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)`; and those of MLX's allocator on Metal,
-which also counts buffers, `[metal::malloc] Resource limit (499000) exceeded`
-(mlx/backend/metal/device.cpp, allocator.cpp)."""
+"""Texts, in lower case, in MLX's errors for a device that has no memory left.
+
+Sources: CUDA; Metal's command buffers, `[METAL] Command buffer execution failed: Insufficient
+Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)`; MLX's allocator; and its limit of
+buffers on Metal, `[metal::malloc] Resource limit (499000) exceeded`
+(mlx/backend/metal/device.cpp, allocator.cpp).
+"""
 HEADROOM = 2**30
-"""Bytes for what programs take besides, once a device has turned out to be full."""
+"""Bytes that are left to other uses once a device has turned out to be full."""
 INTEGRATED = 18
-"""Of CUDA's attributes of a device: whether its memory is the machine's."""
+"""Number of CUDA's device attribute that is not 0 if the GPU shares the machine's memory."""
 
 log = logging.getLogger(__name__)
 
 
 def get_memory_usage(room: int = 0) -> dict[str, int]:
-    """MLX's own figures: `active`, `peak`, `cache` (freed buffers kept for reuse) and `limit`.
+    """Return MLX's own figures: `active`, `peak`, `cache` (freed buffers kept for reuse), `limit`.
 
-    room: what it counts in them that takes no memory, see `Ledger.allow_for`.
+    room: bytes in these figures that take no memory, see `Ledger.allow_for`.
     """
     return {
         "active": mx.get_active_memory() - room,
@@ -53,10 +55,10 @@ def get_memory_usage(room: int = 0) -> dict[str, int]:
 
 
 def set_memory_limit(nbytes: int) -> Callable[[], None]:
-    """Tell MLX's allocator to stay under `nbytes`; returns what sets the limit that it had.
+    """Tell MLX's allocator to stay under `nbytes`; return a function that restores its old limit.
 
-    On a Mac it also keeps no more than a part of that in freed buffers, since other programs want
-    memory, too.
+    On a Mac the allocator also keeps no more than a part of that in freed buffers, since other
+    programs need memory, too.
     """
     part = devices.current().cache_part
     before = mx.set_memory_limit(nbytes)
@@ -71,9 +73,9 @@ def set_memory_limit(nbytes: int) -> Callable[[], None]:
 
 
 def wire(nbytes: int) -> None:
-    """Have macOS keep so many bytes of MLX's arrays in memory, 0: none; elsewhere nothing.
+    """Have macOS keep so many bytes of MLX's arrays in memory (0: none); do nothing elsewhere.
 
-    Only for an owner who wants it: a wired limit goes with panics of Apple's driver
+    This is only for owners who ask for it: a wired limit has led to panics of Apple's driver
     (ml-explore/mlx#3186).
     """
     if mx.metal.is_available():
@@ -81,7 +83,7 @@ def wire(nbytes: int) -> None:
 
 
 def _move_limit(nbytes: int) -> None:
-    """Let MLX's allocator have so much more (less, if negative)."""
+    """Raise the limit of MLX's allocator by `nbytes` (lower it, if negative)."""
     mx.set_memory_limit(max(0, mx.get_memory_limit() + nbytes))
 
 
@@ -91,13 +93,13 @@ def clear_cache() -> None:
 
 
 def device_name() -> str:
-    """The default device, with the backend that drives it: `Apple M4 Max (metal)`."""
+    """Return the default device with the backend that drives it: `Apple M4 Max (metal)`."""
     return f"{mx.device_info()['device_name']} ({devices.current().kind})"
 
 
 def device_memory() -> int:
-    """What the default device can use: Metal's recommended working set, CUDA's total memory, or
-    on a CPU the machine's, less where a cgroup allows less."""
+    """Return the memory that the default device can use: Metal's recommended working set, CUDA's
+    total memory, or on a CPU the machine's, less where a cgroup allows less."""
     info = mx.device_info()
     for key in ("max_recommended_working_set_size", "total_memory"):
         if key in info:
@@ -107,7 +109,7 @@ def device_memory() -> int:
 
 
 def default_limit() -> int:
-    """The limit of a server whose owner set none."""
+    """Return the memory limit of a server whose owner set none."""
     total, others = device_memory(), taken_by_others()
     if others:
         log.info("of the device's %s, %s are in use already", sized(total), sized(others))
@@ -115,9 +117,10 @@ def default_limit() -> int:
 
 
 def taken_by_others() -> int:
-    """What of an NVIDIA GPU's memory is not MLX's and not free: other programs', and CUDA's own.
+    """Return the bytes of an NVIDIA GPU that are neither MLX's nor free: other programs', and
+    CUDA's own.
 
-    0 elsewhere: what others have of a machine's memory they may have for a moment, or as a cache.
+    The result is 0 elsewhere: others may hold a machine's memory for a moment, or as a cache.
     """
     free = mx.device_info().get("free_memory")
     if free is None or _is_the_machine_s():
@@ -127,7 +130,7 @@ def taken_by_others() -> int:
 
 
 def _is_the_machine_s() -> bool:
-    """Whether the GPU has no memory of its own."""
+    """Return whether the GPU has no memory of its own; True if that is not known."""
     try:
         return Driver().attribute(INTEGRATED) != 0
     except (OSError, AttributeError, RuntimeError) as error:
@@ -136,10 +139,10 @@ def _is_the_machine_s() -> bool:
 
 
 def cgroup_limits(root: Path, membership: Path) -> Iterator[int]:
-    """The memory limits (cgroup v1 and v2) that this process and its ancestors are under.
+    """Yield the memory limits of this process's cgroup (v1 and v2) and of the cgroups above it.
 
-    `membership` is `/proc/self/cgroup`. Inside a container its paths may name folders that only
-    the host sees; the container's own limit then stands at the root.
+    membership: `/proc/self/cgroup`. Inside a container its paths may name folders that only the
+    host sees; the container's own limit is then at the root.
     """
     if not membership.exists():
         return
@@ -161,7 +164,7 @@ def cgroup_limits(root: Path, membership: Path) -> Iterator[int]:
 
 
 class Relief(IntEnum):
-    """Where room comes from when the ledger is full, in this order."""
+    """Sources of memory when the ledger is full, in the order in which they are used."""
 
     PAGES = 1
     BUFFER_CACHE = 2
@@ -172,23 +175,23 @@ WORKING = "prefill:"
 
 
 def working_line(model_id: str) -> str:
-    """The ledger's line for what a model's steps work on."""
+    """Return the name of the ledger's line for the working memory of a model's steps."""
     return f"{WORKING}{model_id}"
 
 
 class Ledger:
-    """What the memory limit is promised to, by line: `lines + MLX's buffer cache <= limit`.
+    """Reservations of the memory limit, by line: `lines + MLX's buffer cache <= limit`.
 
     Lines are named by their holders: `weights:<model>`, `pages:<model>`, `prefill:<model>`. The
-    last are what steps work on, which is in the buffer cache between them: of the cache only what
-    is beyond those lines counts.
-    The MLX thread owns it: only there may `reserve`, `record` and relief run, since relief frees
-    arrays. `available` and `figures` may be read from any thread.
+    last kind is the working memory of steps, which is in the buffer cache between steps. So only
+    the part of the cache beyond these lines counts.
+    The MLX thread owns the ledger: only there may `reserve`, `record` and relief run, since relief
+    frees arrays. `available` and `figures` may be read from any thread.
 
     Attributes:
         limit: bytes that may be promised. total: bytes that all models of the machine may have.
-        room: what MLX counts beyond all that, for arrays that take no memory yet.
-        pressure: says how short of memory the machine is, whoever has it.
+        room: bytes that MLX counts beyond all that, for arrays that take no memory yet.
+        pressure: returns the memory pressure of the machine, whoever causes it.
         more_to_come: waits a moment for bytes that have been asked for elsewhere; False if none
             are on their way.
     """
@@ -213,7 +216,7 @@ class Ledger:
         self.add_relief(Relief.BUFFER_CACHE, lambda lacking: drop_cache())
 
     def available(self) -> int:
-        """Bytes that can be reserved with nothing being freed first; negative when overdrawn."""
+        """Return the bytes that can be reserved without relief; negative when overdrawn."""
         with self._lock:
             return self.limit - self._taken()
 
@@ -221,12 +224,12 @@ class Ledger:
         return sum(self._lines.values()) + self._excess()
 
     def _excess(self) -> int:
-        """What is in the buffer cache beyond what steps work on."""
+        """Return the bytes in the buffer cache beyond the working memory of steps."""
         working = sum(n for line, n in self._lines.items() if line.startswith(WORKING))
         return max(0, self._cache_bytes() - working)
 
     def attainable(self) -> int:
-        """Bytes that `reserve` could promise, with all the relief there is."""
+        """Return the bytes that `reserve` could promise with all the relief there is."""
         with self._lock:
             promised = sum(self._lines.values())
         return self.limit - promised + self.relievable()
@@ -241,19 +244,20 @@ class Ledger:
         return sum(spare() for rank, _, spare in self._relief if rank is Relief.PAGES)
 
     def extend(self, nbytes: int) -> None:
-        """Promise up to so many bytes more from now on (fewer, if negative)."""
+        """Raise the limit by `nbytes` (lower it, if negative), and MLX's with it."""
         self.limit += nbytes
         _move_limit(nbytes)
 
     def free(self, nbytes: int) -> None:
-        """Give up what is only kept for reuse until `nbytes` are available."""
+        """Free memory that is only kept for reuse until `nbytes` are available."""
         for rank in (Relief.PAGES, Relief.BUFFER_CACHE):
             for release in [release for its, release, _ in self._relief if its is rank]:
                 if (lacking := nbytes - self.available()) > 0:
                     release(lacking)
 
     def spare(self, nbytes: int) -> bool:
-        """Whether `nbytes` can be had at nobody's cost; the buffer cache goes if that helps."""
+        """Return whether `nbytes` are available without relief by pages or models. The buffer cache
+        is dropped if that helps."""
         if self.available() < nbytes <= self.available() + self._excess():
             self._drop_cache()
         return self.available() >= nbytes
@@ -266,11 +270,11 @@ class Ledger:
     def reserve(self, line: str, nbytes: int) -> bool:
         """Promise `nbytes` more to `line`; relief is called until they are there.
 
-        False, with nothing promised, when they can't be had. Much may then have been freed.
+        Return False, with nothing promised, if they can't be had. Much may then have been freed.
         """
         lacking = self._promise(line, nbytes)
         for rank in Relief:
-            # Of one rank alone: whoever goes to make room is to be gone, and not held on to here.
+            # The list has one rank only, so that it keeps no model alive that goes to make room.
             for free in [free for its, free, _ in self._relief if its is rank]:
                 if lacking <= 0:
                     return True
@@ -279,11 +283,11 @@ class Ledger:
         return lacking <= 0
 
     def reserve_if_attainable(self, line: str, nbytes: int) -> bool:
-        """As `reserve`, and not tried in vain: that would cost others what they have cached."""
+        """Reserve only if it can succeed: a vain attempt would cost others their caches."""
         return nbytes <= self.attainable() and self.reserve(line, nbytes)
 
     def _promise(self, line: str, nbytes: int) -> int:
-        """Enter `nbytes` if there is room; returns how many bytes lack (0 or less: entered)."""
+        """Enter `nbytes` if there is room. Return the bytes that lack; 0 or less: entered."""
         with self._lock:
             lacking = self._taken() + nbytes - self.limit
             if lacking <= 0:
@@ -291,7 +295,7 @@ class Ledger:
             return lacking
 
     def release(self, line: str, nbytes: int) -> None:
-        """Take back `nbytes` of what `line` was promised; a line that falls to 0 goes."""
+        """Take back `nbytes` of the promise to `line`; a line that falls to 0 is removed."""
         with self._lock:
             left = self._lines[line] - nbytes
             if left < 0:
@@ -302,28 +306,30 @@ class Ledger:
                 del self._lines[line]
 
     def record(self, line: str, nbytes: int) -> None:
-        """Set `line` to what was measured, whatever it was promised; 0 strikes it out."""
+        """Set `line` to measured bytes, whatever it was promised; 0 removes it."""
         with self._lock:
             self._lines[line] = nbytes
             if not nbytes:
                 del self._lines[line]
 
     def usage(self) -> dict[str, int]:
-        """`get_memory_usage`, less what takes no memory, now and when the most was in use."""
+        """Return `get_memory_usage` without `room`; the peak is that of all times, each without the
+        `room` of its time."""
         usage = get_memory_usage(self.room)
         return usage | {"peak": max(self._peak, usage["peak"], usage["active"])}
 
     def note_peak(self) -> None:
-        """Keep the peak so far: of MLX's nobody can tell what was `room` once that has changed.
+        """Keep the peak so far: once `room` changes, MLX's peak does not tell how much was `room`.
 
-        To be called before arrays are made or freed that `allow_for` is told of.
+        Call this before making or freeing arrays that `allow_for` is told of.
         """
         self._peak = self.usage()["peak"]
 
     def allow_for(self, nbytes: int) -> None:
-        """MLX counts so much more (less, if negative) that takes no memory; its limit follows.
+        """Note that MLX counts `nbytes` more (less, if negative) that take no memory, and raise its
+        limit by them.
 
-        Over its limit it computes one operation at a time, which takes a CPU twice as long.
+        Over its limit MLX computes one operation at a time, which takes a CPU twice as long.
         """
         if nbytes:
             self.room += nbytes
@@ -331,11 +337,11 @@ class Ledger:
             mx.reset_peak_memory()
 
     def heed(self, error: Exception) -> bool:
-        """Promise no more from now on than the device has, if `error` says that it had no more.
-        Returns whether it does.
+        """Lower the limit to the device's memory if `error` says that it was full. Return whether
+        it says so.
 
-        Others use it, too, as may have come since the limit was set. What arrays MLX holds counts
-        as had: who failed has given back none yet.
+        Other programs may have come since the limit was set. Memory of MLX's arrays counts as ours:
+        the failed work has freed none yet.
         """
         said = str(error).lower()
         if not any(text in said for text in NO_MORE):
@@ -356,22 +362,23 @@ class Ledger:
     def add_relief(
         self, rank: Relief, free: Callable[[int], None], spare: Callable[[], int] = int
     ) -> None:
-        """Let `free(lacking)` be called when bytes lack; it releases what it frees itself.
+        """Have `free(lacking)` called when bytes lack; `free` must also release them from lines.
 
-        Callbacks run by rank, those of one rank in the order they came. spare: how many bytes
-        `free` could release now, of lines.
+        Callbacks run by rank, and within a rank in the order in which they were added. spare:
+        returns the bytes of lines that `free` could release now.
         """
         self._relief.append((rank, free, spare))
 
     def relievable(self, but: Callable[[int], None] | None = None) -> int:
-        """Bytes of lines that relief could release now, other than by `but`."""
+        """Return the bytes of lines that relief could release now, other than by `but`."""
         return sum(spare() for _, free, spare in self._relief if free != but)
 
     def remove_relief(self, free: Callable[[int], None]) -> None:
         self._relief = [entry for entry in self._relief if entry[1] != free]
 
     def figures(self) -> dict[str, int]:
-        """Every line, with `buffer_cache` (beyond what steps work on), `limit` and `available`."""
+        """Return every line, with `buffer_cache` (beyond the working memory of steps), `limit` and
+        `available`."""
         with self._lock:
             lines, cache = dict(self._lines), self._excess()
             rest = self.limit - sum(lines.values()) - cache
@@ -380,8 +387,8 @@ class Ledger:
 
 @contextmanager
 def blaming_the_device(model_id: str, ledger: Ledger) -> Iterator[None]:
-    """Say of an error in this context that others have filled the device, if that is what it is:
-    it says nothing of the model.
+    """Turn an error in this context into one about the device if the device was full: the error
+    says nothing about the model then.
 
     Raises:
         OutOfMemory: the device had no more memory.

@@ -1,4 +1,4 @@
-"""What the manager that started this process wants to be told of it: `sd_notify(3)`."""
+"""Notices to the service manager that started this process: `sd_notify(3)`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READY = "READY=1"
 
 
 def notify(*states: str) -> None:
-    """Tell systemd, or whoever else set `NOTIFY_SOCKET`; nobody without it."""
+    """Send states to systemd, or whoever else set `NOTIFY_SOCKET`; do nothing without it."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return

@@ -1,4 +1,4 @@
-"""How many files this process may have open; each connection is one."""
+"""The limit of files that this process may have open; each connection is one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ OPEN_FILES = 65_536
 
 
 def allow_many() -> None:
-    """As many as are of use, or as it may: macOS allows 256 unless it is asked for more."""
+    """Raise the limit to `OPEN_FILES`, or as far as allowed: macOS's default is 256."""
     try:
         import resource
     except ImportError:

@@ -14,11 +14,11 @@ NAME = b"kern.memorystatus_vm_pressure_level"
 """Name of the memory pressure level in macOS (sysctl(3); xnu's
 bsd/kern/kern_memorystatus_notify.c)."""
 FRESH = 1.0
-"""Seconds for which a reading is good."""
+"""Seconds for which a reading is valid."""
 
 
 class Pressure(IntEnum):
-    """macOS's own numbers. At CRITICAL it ends programs."""
+    """Memory pressure levels, in macOS's own numbers. At CRITICAL macOS ends programs."""
 
     NORMAL = 1
     WARNING = 2
@@ -31,7 +31,7 @@ def is_told() -> bool:
 
 
 def pressure_level() -> Pressure:
-    """The level now; NORMAL where there is no such figure."""
+    """Return the level now; NORMAL where the system reports none."""
     if not is_told():
         return Pressure.NORMAL
     level = ctypes.c_int()
@@ -43,12 +43,12 @@ def pressure_level() -> Pressure:
 
 
 def level_of(number: int) -> Pressure:
-    """The level that macOS's number stands for; of one that is not known, the next lower."""
+    """Return the level of macOS's number; for an unknown number, the next lower level."""
     return max((level for level in Pressure if level <= number), default=Pressure.NORMAL)
 
 
 class PressureGauge:
-    """The level, read once in `FRESH` seconds. Any thread may ask."""
+    """Reader of the level, at most once in `FRESH` seconds. Any thread may call it."""
 
     def __init__(
         self,
@@ -68,7 +68,8 @@ class PressureGauge:
 
 
 def out_of_reach(what: str) -> OutOfMemory:
-    """Why nothing new is begun while macOS is about to end programs for their memory."""
+    """Return the error for work that is not begun while macOS is about to end programs for their
+    memory. what: the work, and that it is not begun."""
     return OutOfMemory(
         f"{what}: this machine is critically short of memory, as macOS says. Other programs use "
         "it, too.",

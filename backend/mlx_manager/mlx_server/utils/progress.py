@@ -1,4 +1,4 @@
-"""Progress of a load, told in the words of a person."""
+"""Progress of a load, in words for people."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Doing = Callable[[str], object]
-"""Told what a load has begun to do."""
+"""Callback with the work that a load has begun."""
 
 
 def unheard(doing: str) -> None:
-    """Nobody asks."""
+    """Ignore the progress of a load: the default where nobody asks for it."""
 
 
 def counted(doing: Doing, what: str, parts: Sequence[T]) -> Iterator[T]:
-    """Go through the parts of a job, and tell at the beginning of each which it is."""
+    """Yield the parts of a job, and report the number of each as it begins."""
     for number, part in enumerate(parts, 1):
         doing(f"{what} ({number} of {len(parts)})")
         yield part

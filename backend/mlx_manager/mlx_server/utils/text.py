@@ -9,12 +9,12 @@ _SURROGATES = re.compile(r"[\ud800-\udbff][\udc00-\udfff]|[\ud800-\udfff]")
 
 
 def encodable(text: str) -> str:
-    """`text` with U+FFFD for halves of characters, which UTF-8 has no bytes for.
+    """Return `text` with U+FFFD for single surrogates, for which UTF-8 has no bytes.
 
-    Two halves that are one character, as JSON escapes it and Python doesn't read it, are that.
+    A pair of surrogates, as JSON escapes a character, becomes that character.
     """
     try:
-        # Twenty times as fast as to look for one.
+        # Encoding is twenty times as fast as a search for surrogates.
         text.encode()
     except UnicodeEncodeError:
         return _SURROGATES.sub(_character, text)

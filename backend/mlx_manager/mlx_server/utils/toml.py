@@ -1,4 +1,4 @@
-"""TOML as the owner's files have it."""
+"""Parser of the owner's TOML files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """
+    """Return the content of a TOML text.
+
     Raises:
-        ValueError: it is not TOML, or has more lists and tables in one another than can be read.
+        ValueError: it is not TOML, or its lists and tables are nested too deeply to be read.
     """
     try:
         return tomllib.loads(text)
