@@ -10,7 +10,7 @@ NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether programs on this machine alone can reach it."""
+    """Return whether only programs on this machine can reach a host."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -18,7 +18,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_host(name: str) -> bool:
-    """Whether it can be looked up: the resolver is asked for it in the DNS's own letters."""
+    """Return whether a name can be looked up: the resolver needs it in ASCII (IDNA)."""
     try:
         return bool(name.encode("idna"))
     except UnicodeError:
@@ -26,10 +26,10 @@ def is_host(name: str) -> bool:
 
 
 def as_browsers_say(name: str) -> str:
-    """The name of a host in the DNS's own letters, which are small, or an address.
+    """Return the name of a host in lower-case ASCII (IDNA), or an address in its short form.
 
     Raises:
-        ValueError: it is neither; no port, scheme or pattern is a part of one.
+        ValueError: `name` is neither; ports, schemes and patterns are no parts of one.
     """
     try:
         return str(ipaddress.ip_address(name.strip("[]")))
@@ -41,9 +41,9 @@ def as_browsers_say(name: str) -> str:
 
 
 def origin_as_browsers_say(origin: str) -> str:
-    """A site's origin in small letters, and without the port that its scheme has anyway.
+    """Return a site's origin in lower-case ASCII, without its scheme's usual port.
 
-    Others' than sites' (an extension's, say) stay as they are.
+    Other origins, such as an extension's, stay as they are.
     """
     scheme, _, host = origin.partition("://")
     usual = USUAL_PORTS.get(scheme.lower())
@@ -54,7 +54,7 @@ def origin_as_browsers_say(origin: str) -> str:
 
 
 def url_of(host: str, port: int | str) -> str:
-    """Where programs on this machine find a server that listens there."""
+    """Return the URL at which programs on this machine find a server that listens there."""
     host = host.strip("[]")
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""Settings, parsed once from the environment (`MLX_SERVER_`), frozen, handed out in pieces."""
+"""Settings, parsed once from the environment (`MLX_SERVER_`) into frozen parts for each module."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from mlx_manager.mlx_server.address import as_browsers_say, is_host, origin_as_browsers_say
 
 DEMO_MODEL = "mlx-manager/demo"
-# Read by `devices/cpu/blas.py`, before there are settings.
+# `devices/cpu/blas.py` reads these before there are settings.
 NOT_A_SETTING = {"MLX_SERVER_BLAS"}
-# Of any setting in kB, MB or GB: more was meant in bytes, and is nothing that MLX or SQLite takes.
+# Upper bound of settings in kB, MB or GB. More was meant in bytes, and MLX and SQLite refuse it.
 MOST = 2**20
 SIZES = ("memory_limit_gb", "max_body_mb", "max_headers_kb", "response_store_mb", "audit_log_mb")
 UNITS = {"kb": 2**10, "mb": 2**20, "gb": 2**30, "tb": 2**40}
@@ -39,12 +39,12 @@ ValidationStatus = Annotated[Literal[400, 422], BeforeValidator(_number)]
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What one model's engine may take on.
+    """Limits of one model's engine.
 
     max_rows: sequences decoded together. max_waiting: requests queued beyond those.
     page_size: tokens a KV page. prefill_chunk: most prompt tokens processed in one step (None: by
     the device).
-    prefix_cache: whether unreferenced pages stay for reuse.
+    prefix_cache: unreferenced pages stay for reuse.
     """
 
     max_rows: int = 128
@@ -56,11 +56,12 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """How many models stay loaded and how many bytes everything may take (None: ask the device).
+    """Limits of the model pool, and the ways to load models.
 
-    ttl: seconds without use after which a model is unloaded, unless its own settings say otherwise.
-    wire_weights: whether macOS is to keep as many bytes in memory as the weights have.
-    load_timeout: seconds that a load may go without getting further; None: as long as it likes.
+    max_models: models that are loaded at once. memory_limit: bytes of all models together; None: by
+    the device. ttl: seconds without use after which a model is unloaded, unless its own settings
+    say otherwise. wire_weights: macOS keeps as many bytes in memory as the weights have.
+    load_timeout: seconds that a load may go without progress; None: no limit.
     """
 
     max_models: int = 4
@@ -74,9 +75,9 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True)
 class CatalogSources:
-    """Where loadable models are looked for. `allow_download` lets a named model be fetched.
+    """Places of loadable models. allow_download: models that the owner names may be downloaded.
 
-    model_aliases: patterns of names, each with the id it stands for; the first that fits counts.
+    model_aliases: patterns of names, each with the id it stands for; the first match counts.
     models_file: TOML with the settings of single models (`models.settings`).
     """
 
@@ -91,10 +92,10 @@ class CatalogSources:
 
 @dataclass(frozen=True, slots=True)
 class ApiLimits:
-    """What the HTTP rim accepts, and how it names things. Sizes in bytes, times in seconds.
+    """Limits of the HTTP rim, and its choices of names. Sizes in bytes, times in seconds.
 
-    keepalive: silence on a stream before a sign of life. client_timeout: how long a client may
-    take to send its headers, and then neither send nor take anything.
+    keepalive: silence on a stream before a keep-alive comment. client_timeout: time for a client to
+    send its headers, and later the time in which it may neither send nor read anything.
     """
 
     max_body: int = 32 * 2**20
@@ -113,10 +114,10 @@ class ApiLimits:
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What one API key may ask for; None is no limit.
+    """Limits of one API key; None is no limit.
 
-    max_concurrent: requests under way at once. max_queued: those that wait for their turn beyond
-    these. priority: the most urgent `priority` that a request may have.
+    max_concurrent: requests under way at once. max_queued: further requests, which wait for their
+    turn. priority: the most urgent `priority` that a request may have.
     """
 
     requests_per_minute: int | None = None
@@ -128,12 +129,12 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class AccessRules:
-    """Who may come in.
+    """Rules for access to the server.
 
-    key: one that the environment gives. keys_file: where more are, hashed. limits: of keys that
-    have none of their own. open_access: without a key everybody may, wherever the server listens.
-    allowed_hosts: names that the server is known by, besides addresses and names without a dot.
-    admin_token: what the admin API asks for.
+    key: the environment's key. keys_file: file of further keys, hashed. limits: limits of keys that
+    have none of their own. open_access: if there are no keys, everybody has access, wherever the
+    server listens. allowed_hosts: names of the server, besides addresses and names without a dot.
+    admin_token: the token that the admin API demands.
     """
 
     host: str = "127.0.0.1"
@@ -153,10 +154,10 @@ class AccessRules:
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """How long a call may take, in seconds; None: as long as it likes.
+    """Time limits of a call, in seconds; None: no limit.
 
-    queue: waiting for its turn, once its model is loaded. first_token: from arrival to the first
-    token. total: from arrival to the end.
+    queue: wait for its turn, once its model is loaded. first_token: from arrival to the first token
+    (TTFT). total: from arrival to the end.
     """
 
     queue: float | None = None
@@ -164,7 +165,7 @@ class TimeLimits:
     total: float | None = None
 
     def and_also(self, other: TimeLimits) -> TimeLimits:
-        """The limits of both: the shorter of each two."""
+        """Return the limits of both: the shorter of each two."""
         return TimeLimits(
             _shorter(self.queue, other.queue),
             _shorter(self.first_token, other.first_token),
@@ -178,7 +179,7 @@ def _shorter(one: float | None, other: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ResponseLimits:
-    """Where responses are kept (None: in memory), in how many bytes, and for how many seconds."""
+    """Storage of responses. path: its file; None: in memory. max_age: seconds without use."""
 
     path: Path | None = None
     max_bytes: int = 64 * 2**20
@@ -187,7 +188,7 @@ class ResponseLimits:
 
 @dataclass(frozen=True, slots=True)
 class AuditLimits:
-    """Where calls are recorded (None: in memory), in how many bytes, and for how many seconds."""
+    """Storage of the audit log. path: its file; None: in memory. max_age: seconds."""
 
     path: Path | None = None
     max_bytes: int = 64 * 2**20
@@ -196,7 +197,7 @@ class AuditLimits:
 
 @dataclass(frozen=True, slots=True)
 class TraceTargets:
-    """Where spans go: LogFire, and an OTLP collector at a base URL."""
+    """Targets of spans: LogFire, and an OTLP collector at a base URL."""
 
     logfire: bool = False
     otlp: str | None = None
@@ -444,7 +445,7 @@ class MLXServerSettings(BaseSettings):
     @field_validator(*SIZES, mode="before")
     @classmethod
     def _convert_unit(cls, value: object, info: ValidationInfo) -> object:
-        """`8GB` or `512 MiB` is as many of the unit that the setting's name ends in."""
+        """Convert `8GB` or `512 MiB` to the unit that the setting's name ends in."""
         if isinstance(value, str) and (found := WITH_UNIT.fullmatch(value)):
             own = str(info.field_name).rpartition("_")[2]
             return float(found[1]) * UNITS[f"{found[2].lower()}b"] / UNITS[own]
@@ -465,7 +466,8 @@ class MLXServerSettings(BaseSettings):
     @field_validator("audit_log")
     @classmethod
     def _check_audit_log(cls, path: Path | None, info: ValidationInfo) -> Path | None:
-        """In one file with answers, these would count as calls, and calls would make them place."""
+        """Refuse the file of the responses: in one file, responses would count as calls, and calls
+        would be removed to make room for them."""
         answers = info.data.get("response_store")
         if path is None or answers is None:
             return path
@@ -484,7 +486,8 @@ class MLXServerSettings(BaseSettings):
     @field_validator("api_key", "admin_token", mode="before")
     @classmethod
     def _plain_secret(cls, value: object) -> object:
-        """Less the line break that a file of it ends with, and nothing that no header can bring."""
+        """Remove the line break at the end of a file with the secret. Refuse characters that can't
+        be in a header."""
         if not isinstance(value, str):
             return value
         secret = value.strip()
@@ -495,7 +498,7 @@ class MLXServerSettings(BaseSettings):
     @field_validator("host")
     @classmethod
     def _check_host(cls, host: str) -> str:
-        """As the system takes it: an address in brackets, as URLs have it, is none there."""
+        """Return the host as the system takes it: without the brackets of addresses in URLs."""
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]
         if not is_host(host):
@@ -621,10 +624,10 @@ class MLXServerSettings(BaseSettings):
 
 
 def expanded(path: Path) -> Path:
-    """`path` with the home folder that its `~` stands for.
+    """Return `path` with the home folder in place of its `~`.
 
     Raises:
-        ValueError: nobody knows that folder.
+        ValueError: the home folder is unknown.
     """
     try:
         return path.expanduser()
@@ -635,15 +638,15 @@ def expanded(path: Path) -> Path:
 
 
 def is_folder(model: str) -> bool:
-    """Whether what the owner calls a model so is a folder, there or not; or else it is an id."""
+    """Return whether the owner's name of a model is a folder, which may be missing, or an id."""
     if model == DEMO_MODEL:
         return False
-    # Unlike Path's, it says no of a name that is too long.
+    # Path.is_dir would raise for a name that is too long.
     return model.startswith(("/", ".", "~")) or os.path.isdir(model)
 
 
 def doubts(settings: MLXServerSettings, variables: Iterable[str]) -> Iterator[str]:
-    """What looks like a typing error in the settings, or in the names of the environment's."""
+    """Yield likely typing errors in the settings, and in the names of environment variables."""
     known = {f"MLX_SERVER_{name.upper()}" for name in MLXServerSettings.model_fields}
     for variable in sorted(variables):
         if variable.startswith("MLX_SERVER_") and variable.upper() not in known | NOT_A_SETTING:
@@ -654,7 +657,7 @@ def doubts(settings: MLXServerSettings, variables: Iterable[str]) -> Iterator[st
 
 
 def __getattr__(name: str) -> MLXServerSettings:
-    """`config.mlx_server_settings`: the environment's settings, read at first use."""
+    """Return `config.mlx_server_settings`: the environment's settings, read at first use."""
     if name == "mlx_server_settings":
         settings = MLXServerSettings()
         globals()[name] = settings

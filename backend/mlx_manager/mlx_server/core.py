@@ -1,4 +1,4 @@
-"""The vocabulary of the server: what is asked, what comes back, who answers.
+"""The vocabulary of the server: requests, the events of answers, and the models that answer.
 
 Every protocol (chat, completions, Responses, Messages) is translated to one `GenerationRequest`
 and from one stream of `Event`s. This module is standard library only and imports nothing of ours,
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 Kind = Literal["text", "embedding", "reranker"]
-"""What a model is for: to generate text, to turn texts into vectors, to score pairs of texts."""
+"""Purpose of a model: to generate text, to turn texts into vectors, to score pairs of texts."""
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 # ---------------------------------------------------------------------------------------------
-# What is asked
+# Requests
 # ---------------------------------------------------------------------------------------------
 
 
@@ -44,7 +44,7 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Characters."""
+        """Characters of the message, its calls included."""
         calls = [text for call in self.tool_calls for text in (call.id, call.name, call.arguments)]
         others = [text or "" for text in (self.name, self.reasoning, self.tool_call_id)]
         return sum(map(len, [self.content, *others, *calls]))
@@ -52,11 +52,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function the model may call. `parameters` is its JSON Schema.
+    """A function that the model may call. `parameters` is its JSON Schema.
 
-    text_grammar: a grammar in Lark's syntax for the text of its only parameter, if it is held to
-    one. param: where the request describes it. schema_field: what its parameters, or its grammar,
-    are called there.
+    text_grammar: a grammar in Lark's syntax that constrains the text of its only parameter; None:
+    no constraint. param: the request's field that describes the function. schema_field: the name of
+    its parameters, or its grammar, in that field.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Tool:
 
     @property
     def schema_param(self) -> str:
-        """The field that an error in the parameters names."""
+        """Field of the request to which errors in the parameters refer."""
         return f"{self.param}.{self.schema_field}"
 
 
@@ -115,7 +115,7 @@ class Conversation:
 class Text:
     """A raw prompt; the tokenizer adds its BOS unless the text already begins with it.
 
-    With a `suffix`, what is to be written comes between the two.
+    With a `suffix`, the model writes the text between the two (infilling).
     """
 
     param: ClassVar[str] = "prompt"
@@ -125,7 +125,7 @@ class Text:
 
     @property
     def size(self) -> int:
-        """Characters."""
+        """Characters of the text and the suffix."""
         return len(self.text) + len(self.suffix)
 
 
@@ -139,7 +139,7 @@ class Tokens:
 
     @property
     def size(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self.ids)
 
 
@@ -148,14 +148,15 @@ Prompt = Conversation | Text | Tokens
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one token is drawn from the logits.
+    """Parameters by which a token is drawn from the logits.
 
     Order: penalties and bias on the logits, then temperature, then top_k, top_p, min_p, then the
     draw. `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch those filters off.
     `repetition_penalty` is sign-aware and multiplicative (CTRL, arXiv:1909.05858) over prompt and
     output; `presence_penalty` and `frequency_penalty` are OpenAI's, over the output alone.
-    The same `seed` gives the same draws whoever shares the batch, and the same tokens where the
-    batch's rounding of the logits moves none across a border; None draws a fresh one.
+    The same `seed` gives the same draws whatever else is in the batch. It gives the same tokens,
+    too, unless the batch changes the rounding of logits so far that a draw falls on another token.
+    None draws a fresh seed.
     `silent` names the fields that the request left open, for the model's owner and makers to fill.
     """
 
@@ -172,12 +173,12 @@ class Sampling:
 
     @staticmethod
     def asked(**fields: Any) -> Sampling:
-        """What a request says, None where it is silent."""
+        """Return the sampling of a request; fields that are None are left open."""
         given = {name: value for name, value in fields.items() if value is not None}
         return Sampling(**given, silent=SAMPLING_DEFAULTS - given.keys())
 
     def filled(self, defaults: Mapping[str, float]) -> Sampling:
-        """With `defaults` where the request is silent, which it is not of them any more."""
+        """Return the sampling with `defaults` in the fields that are open, and close these."""
         wanted: dict[str, Any] = {n: value for n, value in defaults.items() if n in self.silent}
         return replace(self, **wanted, silent=self.silent - wanted.keys())
 
@@ -193,11 +194,11 @@ SAMPLING_DEFAULTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """When a row ends, besides its token limit.
+    """Conditions that end a row, besides its token limit.
 
     `strings` end the text before their first occurrence, wherever token borders fall.
     `ignore_eos` lets the row run past the model's end-of-turn tokens. Until `min_tokens` have been
-    generated these are forbidden, and a string is text like any other.
+    generated, tokens that would end the row are forbidden, and `strings` are ordinary text.
     """
 
     strings: tuple[str, ...] = ()
@@ -212,7 +213,7 @@ STRING_FORMATS = frozenset(
         *("ipv4", "ipv6", "uuid", "uri"),
     }
 )
-"""The `format`s of strings that answers are held to."""
+"""The `format`s of strings in JSON schemas that answers are constrained to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +227,8 @@ class JsonObject:
 class JsonSchema:
     """The answer is JSON that fits `schema`, itself JSON text.
 
-    `strict` refuses what answers can't be held to; otherwise that is left out, and named in
-    `Started`.
+    If `strict`, a schema with a part that can't be enforced is refused. Otherwise such parts are
+    left out, and named in `Started.unheld`.
     """
 
     schema: str
@@ -260,14 +261,16 @@ class Grammar:
 
 
 Constraint = JsonObject | JsonSchema | Regex | Choice | Grammar
-"""What the content of an answer must be, thinking and tool calls aside."""
+"""Constraint on the content of an answer; thinking and tool calls are free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: the name of the API key that came with the request ("" without one), the
-    protocol it came by (chat, completions, responses, messages, ollama, embeddings, rerank, tokens;
-    "" from a script), and the id of the HTTP request."""
+    """The origin of a request.
+
+    key: name of its API key, "" without one. protocol: chat, completions, responses, messages,
+    ollama, embeddings, rerank or tokens; "" from a script. request_id: id of the HTTP request.
+    """
 
     key: str = ""
     protocol: str = ""
@@ -276,15 +279,15 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One row of work, whatever protocol it came by.
+    """One row of a batch, from a request of any protocol.
 
     `max_tokens` None means: up to the model's context. `echo` puts the prompt's text before the
     completion. `logprobs` None asks for none; k >= 0 asks for the chosen token's and the k best,
-    and with `echo` for the prompt's too. `thinking_budget` is the most tokens of thinking; what
-    ends it is then written for the model. Lower `priority` goes first. `return_ids` asks for token
-    ids in `Started` and `Finished`. `inputs` are what is read instead of the prompt, of a call that
-    generates nothing, for those who watch it. `context_length` limits prompt and answer together
-    where the owner allows fewer tokens than the model takes.
+    and with `echo` for the prompt's too. `thinking_budget` is the most tokens of thinking; beyond
+    it, the text that ends thinking is written for the model. Lower `priority` goes first.
+    `return_ids` asks for token ids in `Started` and `Finished`. `inputs` are the texts of a call
+    that generates nothing, in place of the prompt, for observers. `context_length` limits prompt
+    and answer together where the owner allows fewer tokens than the model takes.
     """
 
     model: str
@@ -306,11 +309,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """Defaults of a model's owner that lie over what a request leaves open.
+    """Defaults of a model's owner for the fields that a request leaves open.
 
     system: a text before the request's own system messages. template_args: for the chat template,
     where the request does not set them. thinking_budget: tokens, where the request names none.
-    context_length: the most tokens of prompt and answer together, whatever the request says.
+    context_length: the most tokens of prompt and answer together, for every request.
     """
 
     system: str | None = None
@@ -329,7 +332,7 @@ class Overlay:
         return replace(prompt, messages=messages, template_args=arguments)
 
     def request(self, request: GenerationRequest, prompt: Prompt) -> GenerationRequest:
-        """Return the request with `prompt`, and with what it leaves open filled in."""
+        """Return the request with `prompt`, the defaults and the limit of the context."""
         budget = request.thinking_budget
         return replace(
             request,
@@ -346,11 +349,10 @@ NO_OVERLAY = Overlay()
 class EmbeddingRequest:
     """Inputs to be turned into one vector each.
 
-    inputs: texts, or token ids as the model's tokenizer gives them, to which nothing is added.
-    dimensions: how many numbers a vector has; None: as many as the model gives.
-    truncate: the most tokens that are kept of an input, -1 for as many as the model takes; None
-    refuses an input that is too long. prompt: which of the model's prompts is put before texts.
-    Lower `priority` goes first.
+    inputs: texts, or token ids of the model's tokenizer, to which nothing is added. dimensions: the
+    length of a vector; None: the model's. truncate: the most tokens that are kept of an input, -1
+    for as many as the model takes; None refuses an input that is too long. prompt: the name of the
+    model's prompt that is put before texts. Lower `priority` goes first.
     """
 
     model: str
@@ -367,8 +369,8 @@ class EmbeddingRequest:
 class RerankRequest:
     """Documents to be scored by how well each answers the query.
 
-    truncate: as in `EmbeddingRequest`, of query and document together. activate: whether a score
-    is what the model's activation (a sigmoid, say) makes of its logit, or the logit itself.
+    truncate: as in `EmbeddingRequest`, of query and document together. activate: scores are logits
+    after the model's activation (a sigmoid, say); False: the logits themselves.
     """
 
     model: str
@@ -382,7 +384,7 @@ class RerankRequest:
 
 
 # ---------------------------------------------------------------------------------------------
-# What comes back
+# Answers
 # ---------------------------------------------------------------------------------------------
 
 
@@ -414,27 +416,28 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The row's turn has come: from now on its prompt is processed. Alone in its list of events.
+    """The start of a row's prefill. This event is alone in its list of events.
 
-    A row whose answer takes no processing has none.
+    A row whose answer takes no processing has no such event.
     """
 
 
 def the_long_way(take: Taker) -> None:
-    """There is no other."""
+    """Ignore `take`: events come by the iterator only. The default of `Started.shortcut`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt has been processed; the first token follows. `ids`: its tokens, if asked for.
+    """The end of a row's prefill; the first token follows. ids: the prompt's tokens, if asked for.
 
-    kept_tokens: of the prompt, new in the prefix cache.
-    unheld: names of what the request demands of the answer's form and the answer is not held to.
-    queued, prefill: seconds before the first of the prompt was processed, and from then on.
-    drawn: says how many tokens of the answer there are by now, delivered or not; on any thread.
-    shortcut: in the event loop, has a function take what comes between this and `Finished` whenever
-    the iterator's reader waits, past all who hand the iterator's events on: these concern none of
-    them. It says whether it has taken them; what it has not is the iterator's next.
+    kept_tokens: tokens of the prompt that are new in the prefix cache.
+    unheld: names of the request's demands on the answer's form that are not enforced.
+    queued, prefill: seconds before the prefill, and of the prefill.
+    drawn: returns the number of the answer's tokens so far, delivered or not; on any thread.
+    shortcut: sets the function that takes the events between this one and `Finished` whenever the
+    iterator's reader waits; called in the event loop. These events bypass all layers that pass the
+    iterator's events on, since they concern none of them. The function returns whether it has taken
+    the events; if not, the iterator yields them next.
     """
 
     prompt_tokens: int
@@ -481,8 +484,8 @@ class ToolCallDelta:
 class Finished:
     """The last event of every stream that did not fail. Failures are raised, never an event.
 
-    `stop_sequence` is the stop string or token text that matched, None for an end of turn. `ids`:
-    all tokens that were drawn, if asked for.
+    stop_sequence: the stop string or token text that matched; None for an end of turn. ids: all
+    tokens that were drawn, if asked for.
     """
 
     reason: FinishReason
@@ -494,12 +497,12 @@ class Finished:
 Event = Admitted | Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Finished
 
 Taker = Callable[[list[Event]], bool]
-"""Takes events at once, or says that it can't now."""
+"""Function that takes events at once and returns True; False if it can't take them now."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowStatus:
-    """Where a row of a request is now, and how many tokens have been drawn for it."""
+    """Progress of one row of a request. tokens: the number that has been drawn for it."""
 
     request_id: str
     prompt_tokens: int
@@ -507,14 +510,15 @@ class RowStatus:
 
 
 Progress = list[tuple[int, list[Event]]]
-"""What one step brought to one caller: new events of its rows, each by the row's index."""
+"""Results of one step for one caller: new events of its rows, each with the row's index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What an encoder made of its inputs, in their order.
+    """Results of an encoder, in the order of its inputs.
 
-    rows: float32 numbers for each, a vector or a single score. tokens: read in all.
+    rows: float32 numbers for each input, a vector or a single score. tokens: number of tokens that
+    were read in all.
     """
 
     rows: tuple[array[float], ...]
@@ -522,13 +526,13 @@ class Encoded:
 
 
 # ---------------------------------------------------------------------------------------------
-# Who answers
+# Models
 # ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """A prompt as tokens, and how many the model can take. texts: each token's, if asked for."""
+    """A prompt as tokens, and the most that the model takes. texts: each token's, if asked for."""
 
     ids: Sequence[int]
     context_length: int
@@ -537,7 +541,7 @@ class Tokenized:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """What a client that makes its own prompts needs to know of a model's tokenizer.
+    """Facts about a model's tokenizer, for clients that make their own prompts.
 
     The tokens are texts, None where the tokenizer has none; `chat_template` is in Jinja.
     """
@@ -557,11 +561,11 @@ class Backend(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncIterator[list[Event]]:
         """Yield the answer's events, a list for each step that had any, `Finished` last.
 
-        Closing the iterator (`aclose`) cancels the request wherever it is: waiting, between
-        prefill chunks, or at the next decode step.
+        Closing the iterator (`aclose`) cancels the request in any state: waiting, between prefill
+        chunks, or at the next decode step.
 
         Raises:
-            MLXManagerError: whatever went wrong with this request, from `errors`.
+            MLXManagerError: any failure of this request, from `errors`.
         """
         ...
 
@@ -573,17 +577,17 @@ class Encoder(Protocol):
     """
 
     async def embed(self, request: EmbeddingRequest, begun: Callable[[], None]) -> Encoded:
-        """A vector for each input.
+        """Return a vector for each input.
 
         Raises:
-            MLXManagerError: whatever went wrong with this request, from `errors`.
+            MLXManagerError: any failure of this request, from `errors`.
         """
         ...
 
     async def rank(self, request: RerankRequest, begun: Callable[[], None]) -> Encoded:
-        """A score for each document, in the order of the request.
+        """Return a score for each document, in the order of the request.
 
         Raises:
-            MLXManagerError: whatever went wrong with this request, from `errors`.
+            MLXManagerError: any failure of this request, from `errors`.
         """
         ...

@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as one tree. Each class carries its HTTP status and code.
+"""All errors of the server, as one tree of classes. Each class has its HTTP status and code.
 
     MLXManagerError                   500 internal_error
     ├── InvalidRequest                400 invalid_request
@@ -37,8 +37,8 @@
     └── GenerationFailed              500 generation_failed        the step failed; rows were lost
         └── WorkerFailed              500 worker_failed            the model's process has ended
 
-`OutOfRange` is 400 beyond `/v1/chat/completions` and `/v1/completions`, or where the owner wishes.
-`api/errors.py` turns them into the body that the caller's protocol expects.
+`OutOfRange` is 400 outside `/v1/chat/completions` and `/v1/completions`, or if the owner sets so.
+`api/errors.py` turns the errors into the body that the caller's protocol expects.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 LONGEST_MESSAGE = 4000
-"""Characters. A caller may have sent megabytes as a name."""
+"""Most characters of a message: a caller may have sent megabytes as a name."""
 LONGEST_PARAM = 256
 
 
 class MLXManagerError(Exception):
-    """The root. `param` names the request field at fault, `retry_after` is in seconds."""
+    """Root of the tree. param: the request's field at fault. retry_after: in seconds."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
@@ -91,7 +91,7 @@ class UnsupportedParameter(InvalidRequest):
 class ContextLengthExceeded(InvalidRequest):
     """A prompt that is too long for the model.
 
-    tokens: of the prompt. context: the most that the model takes. None where nobody has counted.
+    tokens: number in the prompt. context: the most that the model takes. None: not counted.
     """
 
     code = "context_length_exceeded"
@@ -113,8 +113,8 @@ class ContextLengthExceeded(InvalidRequest):
 
         `protocols.messages` words it as Anthropic does.
 
-        read: how many tokens were counted, if `tokens` is estimated from these. of: what the prompt
-        is made of.
+        read: the number of tokens that were counted, if `tokens` is an estimate from these. of: a
+        name for the content of the prompt.
         """
         estimated = "" if read is None else f" (An estimate: more than {read} were counted.)"
         error = cls(
@@ -197,7 +197,7 @@ class RequestNotFound(MLXManagerError):
 
 
 class RequestCancelled(MLXManagerError):
-    """A status that clients do not repeat a request for."""
+    """The owner's cancelling of a request. Clients do not retry after its status."""
 
     status = 403
     code = "request_cancelled"
@@ -205,7 +205,7 @@ class RequestCancelled(MLXManagerError):
 
 
 class ModelLoadFailed(MLXManagerError):
-    """For good: whoever asks again is told the same, until the model's owner has mended it."""
+    """A lasting failure: another request fails, too, until the owner has fixed the model."""
 
     status = 400
     code = "model_load_failed"

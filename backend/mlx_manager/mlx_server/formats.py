@@ -1,7 +1,7 @@
-"""What a model's output looks like: how it marks thinking and tool calls, as data.
+"""The format of a model's output, as data: its marks of thinking and tool calls.
 
-The model's adapter (`models/adapters`) writes an `OutputFormat` for each request, the engine's
-`OutputParser` reads it. Neither imports the other; this leaf is what they share.
+The model's adapter (`models/adapters`) makes an `OutputFormat` for each request, and the engine's
+`OutputParser` reads it. Neither imports the other; both import this module.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, Literal
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 Region = Literal["content", "reasoning", "header", "calls"]
-"""What a piece of an answer is.
+"""Kind of a piece of an answer.
 
-content: what the caller reads. reasoning: thinking. header: text before a message that says what
-the message is; nobody sees it. calls: tool calls, written as `OutputFormat.calls` says.
+content: text for the caller. reasoning: thinking. header: text before a message that gives the kind
+of the message; it is never shown. calls: tool calls in the format `OutputFormat.calls`.
 """
 
 
 def openai_call_id() -> str:
-    """`call_` and 24 letters or digits."""
+    """Return a new id: `call_` and 24 letters or digits."""
     return "call_" + "".join(random.choices(_ALPHANUMERIC, k=24))  # nosec B311  # no secret
 
 
 def short_call_id() -> str:
-    """9 letters or digits: what Mistral's templates insist on."""
+    """Return a new id of 9 letters or digits, which Mistral's templates require."""
     return "".join(random.choices(_ALPHANUMERIC, k=9))  # nosec B311  # no secret
 
 
@@ -36,10 +36,11 @@ def short_call_id() -> str:
 class CallBlock:
     """Calls that can be read only once their whole block is there.
 
-    parse: the block's text, without `end`, to (name, JSON arguments) pairs. Raises ValueError if
-    the text is no call. None if calls are written as in Python. end: the text that ends the block;
-    None ends it where its brackets balance. quotes: pairs of texts between which `end` and brackets
-    are nothing but text. several: whether other blocks may follow, until the calls' `close`.
+    parse: turns the block's text, without `end`, into (name, JSON arguments) pairs, and raises
+    ValueError if the text is no call; None if calls are written as in Python. end: the text that
+    ends the block; None: the block ends where its brackets balance. quotes: pairs of texts between
+    which `end` and brackets are ordinary text. several: other blocks may follow, until the calls'
+    `close`.
     """
 
     parse: Callable[[str], list[tuple[str, str]]] | None
@@ -52,19 +53,20 @@ class CallBlock:
 class Parameters:
     """Arguments that stand one after the other, each after its name.
 
-    They can be read while they are written: text as it is, anything else as JSON. What ends them is
-    found where a model leaves it out or misspells it, too.
+    Arguments can be read while they are written: text as it is, anything else as JSON. Their end is
+    also found where a model leaves out or misspells the text that marks it.
 
-    call: a regular expression (of the `regex` package) for the beginning of a call, with all that
-    may stand before it where no other call precedes it; group `name` is the call's.
-    head: one for what stands before a value. Group `key` is its name; where the format says what it
-    is, group `text` takes part if it is text, and group `json` if it is JSON. What group `ahead`
-    matches is part of the value.
-    whole: one for what stands before all the arguments as one JSON object, "" if nothing does.
-    end: the text that ends a value. also: names that models give it by mistake. wrong: a regular
-    expression for what may be a misspelt end; what group `ahead` matches follows it.
+    call: a regular expression (of the `regex` package) for the beginning of a call, with all text
+    that may precede a first call; group `name` is the call's name.
+    head: a regular expression for the text before a value. Group `key` is the value's name. If the
+    format gives the kind of the value, group `text` matches for text, and group `json` for JSON.
+    The match of group `ahead` is part of the value.
+    whole: a regular expression for the text before all arguments as one JSON object, "" if the
+    format has none.
+    end: the text that ends a value. also: names in `end` that models use by mistake. wrong: a
+    regular expression for possible misspellings of `end`; the match of group `ahead` comes after.
     whole_end: the text that ends a JSON object. call_end: the text that ends a call, "" if `close`
-    does. close: the text that ends all calls.
+    does. close: a regular expression for the text that ends all calls.
     line: a line feed at either end of a value belongs to the markup. wrap: texts around values that
     look like markup.
     """
@@ -84,7 +86,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Text that the model chooses, in a `CallShape`: what a regular expression matches."""
+    """Text that the model chooses, in a `CallShape`: any match of a regular expression."""
 
     regex: str
 
@@ -109,7 +111,7 @@ Piece = str | Pattern | Aside | Maybe
 
 @dataclass(frozen=True, slots=True)
 class AsObject:
-    """Arguments as a JSON object. key: what it is called where the call is a JSON object too."""
+    """Arguments as a JSON object. key: its name where the call is a JSON object, too."""
 
     key: str = "arguments"
 
@@ -118,8 +120,8 @@ class AsObject:
 class OneByOne:
     """Arguments as `begin`, name, `middle`, value, `end`: text as it is, anything else as JSON.
 
-    text, other: what stands after `middle`, before text and before anything else (`{type}` is its
-    type in JSON Schema). wrap: as in `Parameters`.
+    text, other: marks after `middle`, before a text and before any other value (`{type}` is the
+    value's type in JSON Schema). tail: follows `end`. wrap: as in `Parameters`.
     """
 
     begin: str
@@ -148,13 +150,14 @@ ArgumentShape = AsObject | OneByOne | Keywords | Braces
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """How calls are written when they must be made: opening, calls with `between`s, closing.
+    """Form in which the model is made to write calls: opening, calls with `between`s, closing.
 
     Each call is its head, the name, the middle, the arguments, the tail. name: a regular expression
     for the names that can be written. bare: calls begin with a JSON object's brace, as an answer in
     JSON does. whole: the shape covers the answer from its first token, and not from the end of the
-    thinking on. other: another head and middle that mean the same. message, joint: where answers
-    are messages with headers, the header of one that is no call, and what stands between two.
+    thinking on. other: another head and middle with the same meaning. message, joint: where answers
+    are messages with headers, the header of a message that is no call, and the text between two
+    messages.
     """
 
     head: tuple[Piece, ...]
@@ -174,26 +177,26 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How tool calls are written once a marker, or the answer's first character, opened them.
+    """Format of tool calls after a marker, or the answer's first character, has opened them.
 
-    item: a regular expression (of the `regex` package) for what may stand before each call and
-    after the last. It ends in one of these groups:
+    item: a regular expression (of the `regex` package) for the text before each call and after the
+    last. The expression ends in one of these groups:
         object  a `{`: the call is a JSON object that holds its name and its arguments
         args    a `{`: the arguments, as JSON; group `name` is the call's and group `id` may be
         braces  a `{`: the arguments, as `quotes` says; group `name` is the call's
         none    anything, or nothing: the call has no arguments; group `name` is its name
-        params  the beginning of what `parameters` reads; group `name` is the call's
-        block   the beginning of what `block` reads
+        params  the beginning of arguments for `parameters`; group `name` is the call's
+        block   the beginning of a block for `block`
         close   the end of the calls
-    What group `ahead` matches is not part of it. end: what ends a call, where the output may end
-    before it. close: what ends all calls.
-    named_by_id: calls have no name but that in their id, which others may have rewritten.
-    quotes: the quotes of texts in arguments that are objects without quotes else.
+    The match of group `ahead` is not part of the item. end: the text that ends a call; the output
+    may end before it. close: the text that ends all calls.
+    named_by_id: a call's name is only in its id, which others may have rewritten.
+    quotes: the quotes of texts in arguments that are objects without other quotes.
     bare: calls may also begin an answer with no marker before them; such an object must hold
-    arguments, so that an answer in JSON is not taken for a call. shape: how the model is made to
-    write calls; None if it can't be. name_key: what the name is called in a call that is a JSON
-    object. held: calls are held to their tools' schemas even where these are not strict, since the
-    model has not been trained to write them.
+    arguments, so that an answer in JSON is not taken for a call. shape: the form in which the model
+    is made to write calls; None if it can't be made to. name_key: the key of the name in a call
+    that is a JSON object. held: calls are constrained to their tools' schemas even where these are
+    not strict, since the model has not been trained to write them.
     """
 
     item: str
@@ -211,17 +214,17 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What the parser looks for in one answer, and what the answer begins with.
+    """Marks that the parser looks for in one answer, and the answer's first region.
 
     edges: for each region, the markers that end it and the region that follows; markers are never
     shown. initial: "reasoning" when the prompt itself opened the thinking. header: a regular
-    expression (of the `regex` package) for the whole of a header; group `channel` names what
-    follows, as `channels` says (otherwise content), group `name` the function it calls.
+    expression (of the `regex` package) for a whole header. Its group `channel` gives the region
+    that follows, by `channels` (otherwise content), and group `name` the function that is called.
     offered: the tools that may be called, each with its parameters' schema; a call of any other is
-    text. parallel: whether more than one call may be made. keep: ids of special tokens whose text
-    matters because it is (part of) a marker; other special tokens have no text. continues: the
-    output goes on in the prompt's own text, so that a space at its beginning counts. thinking_end:
-    what ends the thinking and begins the content, "" for a model that does not think.
+    text. parallel: more than one call may be made. keep: ids of special tokens whose text matters
+    because it is (part of) a marker; other special tokens have no text. continues: the output
+    continues the prompt's own text, so that a space at its beginning counts. thinking_end: the text
+    that ends the thinking and begins the content, "" for a model that does not think.
     """
 
     edges: Mapping[Region, tuple[tuple[str, Region], ...]] = field(default_factory=dict)
@@ -238,4 +241,4 @@ class OutputFormat:
 
 
 PLAIN = OutputFormat(continues=True)
-"""Nothing is marked, as in completions: all of it is text."""
+"""Format of output without marks, as of completions: all of it is text."""

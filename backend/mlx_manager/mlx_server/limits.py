@@ -1,5 +1,5 @@
-"""What the parameters of sampling may be, wherever they are said: in a request of any protocol, and
-in the models' file; and how many tokens a request may ask for.
+"""Limits of the sampling parameters, in requests of any protocol and in the models' file; limits of
+the tokens that a request may ask for, and of the forms that answers are constrained to.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 LARGEST_TOP_K = 2**31 - 1
-"""More than any vocabulary has."""
+"""Largest `top_k` that is kept, more than any vocabulary has."""
 
 
 LARGEST_MAX_TOKENS = 2**63 - 1
-"""More than any context has. What is beyond, counters and traces can't hold."""
+"""Largest token limit that is kept, more than any context has: counters and traces can't hold
+more."""
 
 
 def _kept(top_k: int) -> int:
@@ -22,7 +23,7 @@ def _kept(top_k: int) -> int:
 
 
 UNLIMITED = -1
-"""As many tokens as the context has room for, as llama.cpp and LM Studio say it."""
+"""Value for as many tokens as the context has room for, as in llama.cpp and LM Studio."""
 
 
 def _counted(max_tokens: int) -> int:
@@ -35,7 +36,7 @@ Temperature = Annotated[Finite, Field(ge=0, le=2)]
 TopP = Annotated[Finite, Field(ge=0, le=1)]
 """0 leaves the most likely token, as OpenAI's description allows; vLLM refuses it."""
 TopK = Annotated[int, Field(ge=-1), AfterValidator(_kept)]
-"""-1 means what 0 does, as in vLLM."""
+"""-1 has the meaning of 0, as in vLLM."""
 MinP = Annotated[Finite, Field(ge=0, le=1)]
 Penalty = Annotated[Finite, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[Finite, Field(gt=0)]
@@ -54,23 +55,24 @@ MaxTokensOrUnlimited = Annotated[
     int, Field(ge=UNLIMITED), AfterValidator(_counted), AfterValidator(_limited)
 ]
 MaxTokensOrZero = Annotated[int, Field(ge=UNLIMITED), AfterValidator(_counted)]
-"""0 where a prompt may be echoed alone."""
+"""Token limit where 0 is allowed, for a prompt that is echoed alone."""
 
 
 # ---------------------------------------------------------------------------------------------
-# Forms that answers are held to
+# Forms that answers are constrained to
 # ---------------------------------------------------------------------------------------------
 
 MOST_SCHEMA = 2**19
-"""Characters of a JSON schema."""
+"""Most characters of a JSON schema."""
 MOST_GRAMMAR = 2**18
-"""Characters of a grammar, or of all options of a choice."""
+"""Most characters of a grammar, or of all options of a choice."""
 MOST_PATTERN = 2**14
-"""Characters of a regular expression, and of a terminal with all that it refers to: a mask takes
-time with the square of that, up to 0.2 s."""
+"""Most characters of a regular expression, and of a terminal with all that it refers to: the time
+of a mask grows with the square of them, up to 0.2 s."""
 DEEPEST = 128
-"""Schemas, rules or terminals of which each refers to the next. One takes up to 5 kB of a stack."""
+"""Longest chain of schemas, rules or terminals of which each refers to the next. One of them takes
+up to 5 kB of a stack."""
 COMPILE_SECONDS = 3.0
-"""Seconds of processor time in which a process of its own compiles and tries a form."""
+"""Most CPU seconds of the process that compiles and tries a form."""
 COMPILE_MEMORY = 256 * 2**20
-"""Bytes that it may take meanwhile."""
+"""Most bytes that this process may take."""

@@ -118,7 +118,7 @@ TO_PASTE: dict[Kind, tuple[str, str]] = {
     "embedding": ("embeddings", '{"input": ["one text", "another"]}'),
     "reranker": ("rerank", '{"query": "a question", "documents": ["one text", "another"]}'),
 }
-"""For a model of each kind: where to ask it, and what."""
+"""Path and body of an example request, by the kind of the model."""
 
 MOST_NAMED = 5
 
@@ -133,7 +133,7 @@ def create_app(
     *,
     start: Start | None = None,
 ) -> FastAPI:
-    """The server as an ASGI application. A `pool` that is handed in is not closed here.
+    """Return the server as an ASGI application. A `pool` that is handed in is not closed here.
 
     start: as for `open_pool`.
 
@@ -189,7 +189,7 @@ def create_app(
 
 
 def watch(app: FastAPI, server: Server) -> None:
-    """Have requests logged and traced where the owner wants it."""
+    """Log and trace requests if the owner wants it."""
     if server.settings.log_prompts:
         server.observers.append(logs.PromptLog())
     if server.settings.traces.wanted:
@@ -222,7 +222,7 @@ async def load_default(server: Server, pool: ModelPool) -> None:
 
 
 def report_end(server: Server, task: asyncio.Task[None]) -> None:
-    """If the models are gone for a reason that nobody foresaw, say so instead of waiting."""
+    """Report an unforeseen end of the task that serves models, so that nobody waits for them."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("the models can't be served", exc_info=error)
         server.finish_start(MLXManagerError(f"{type(error).__name__}: {error}"))
@@ -232,10 +232,10 @@ def report_end(server: Server, task: asyncio.Task[None]) -> None:
 async def open_pool(
     settings: MLXServerSettings, wishes: Wishes | None = None, start: Start | None = None
 ) -> AsyncIterator[ModelPoolManager]:
-    """A pool that is tended, and whose workers are watched.
+    """Open a pool that is tended, and whose workers are watched.
 
-    wishes: the owner's, if they are known; the pool keeps them up to date. start: starts a worker;
-    None: as a process.
+    wishes: the owner's wishes, if they are known; the pool keeps them up to date. start: starts a
+    worker; None: as a process.
     """
     pool = await asyncio.to_thread(make_pool, settings, wishes, start)
     beside = [
@@ -252,7 +252,7 @@ async def open_pool(
 
 
 def read_again(file: Path | None, last: ModelsFile) -> ModelsFile:
-    """What the models' settings say now, or said last if they have become unreadable."""
+    """Return the models' settings as the file has them now, or `last` if it became invalid."""
     try:
         return read_models_file(file)
     except InvalidSettings as error:
@@ -263,7 +263,7 @@ def read_again(file: Path | None, last: ModelsFile) -> ModelsFile:
 def make_pool(
     settings: MLXServerSettings, wishes: Wishes | None = None, start: Start | None = None
 ) -> ModelPoolManager:
-    """Look for models, which reads the disk, and make a pool of them."""
+    """Return a new pool, which reads the disk to look for models."""
     return ModelPoolManager(
         settings.pool,
         settings.catalog,
@@ -277,7 +277,7 @@ def make_pool(
 
 
 def __getattr__(name: str) -> FastAPI:
-    """`main:app`, made from the environment's settings when it is first asked for."""
+    """Return `main:app`, made from the environment's settings on first use."""
     if name == "app":
         app = create_app()
         globals()[name] = app
@@ -305,7 +305,7 @@ def run(settings: MLXServerSettings) -> None:
         logs.tell(f"mlx-manager: {error.message}", level=logging.ERROR)
         sys.exit(2 if type(error) is InvalidSettings else 1)
     except KeyboardInterrupt:
-        # uvicorn hands on the signal that it ended for, after everything has been closed.
+        # uvicorn raises the signal that ended it again, after everything has been closed.
         return
     finally:
         logs.let_go()
@@ -328,7 +328,7 @@ async def listen(settings: MLXServerSettings) -> bool:
 
 
 def reread_on_hangup(server: Server) -> None:
-    """Read the files of settings again on SIGHUP; without any it ends the program, as ever."""
+    """Read the files of settings again on SIGHUP. Without such files SIGHUP ends the program."""
     if server.settings.models_file is None and server.settings.api_keys_file is None:
         return
     running: set[asyncio.Task[None]] = set()
@@ -342,7 +342,7 @@ def reread_on_hangup(server: Server) -> None:
 
 
 async def reread_settings(server: Server) -> None:
-    # Who asks while the server starts has changed something that it may have read already.
+    # A signal during the start may be for a change to a file that has been read already.
     await server.started.wait()
     try:
         await server.reload()
@@ -353,7 +353,7 @@ async def reread_settings(server: Server) -> None:
 
 
 async def announce(server: Server, listener: Listener) -> None:
-    """Say where the server is once it is ready, or stop it if it can't be."""
+    """Print the server's address once it is ready, or stop the server if it can't be."""
     await server.started.wait()
     if server.failure is None:
         models = await server.pool.models()
@@ -377,9 +377,9 @@ async def announce(server: Server, listener: Listener) -> None:
 def greeting(
     url: str, models: Sequence[str], kind: Kind = "text", *, need_key: bool = False
 ) -> str:
-    """What a person reads when the server is ready, with a line to paste.
+    """Return the text for people when the server is ready, with a command to paste.
 
-    kind: the first model's, which is the default one.
+    kind: the kind of the first model, which is the default one.
     """
     path, body = TO_PASTE[kind]
     key = ' -H "Authorization: Bearer $KEY"' if need_key else ""
