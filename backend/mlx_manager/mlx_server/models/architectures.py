@@ -47,7 +47,7 @@ def known_name(model_type: str) -> str:
 
 
 def with_known_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with its `model_type`, and its text model's, as the libraries spell them."""
+    """Return a config with its `model_type`, and its text model's, as the libraries spell them."""
     changed = dict(config)
     if isinstance(kind := config.get("model_type"), str):
         changed["model_type"] = known_name(kind)
@@ -70,7 +70,7 @@ def _letters(name: str) -> str:
 
 @cache
 def architecture_modules() -> frozenset[str]:
-    """The `model_type`s that have a module of their name. Imports nothing of mlx-lm."""
+    """Return the `model_type`s that have a module of their name, without importing mlx-lm."""
     spec = importlib.util.find_spec("mlx_lm")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -83,7 +83,7 @@ def architecture_modules() -> frozenset[str]:
 
 @cache
 def renamed_architectures() -> frozenset[str]:
-    """The `model_type`s that another one's module builds."""
+    """Return the `model_type`s that the module of another one builds."""
     # This imports transformers, which takes a second, so it is done only when needed.
     from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
