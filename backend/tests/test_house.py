@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from mlx_manager import configuration
@@ -78,6 +79,10 @@ WITHOUT_MLX = {path for path, its in ROOMS.items() if its in {"pool", "stream"}}
 FASTAPI_ROOMS = ("api/", "main.py")
 CATCH_ALL = ("api/errors.py", "engine/thread.py", "workers/host.py")
 LONGEST_FUNCTION = 60
+RIDDLES = re.compile(
+    r"\s*(What|Whether|Of|How|Who|Where|By|Whose|Which|When|That|It|Its|They|There)\b"
+)
+"""Openings of sentences that do not say what a thing is or does."""
 
 
 def imports(tree: ast.Module) -> Iterator[str]:
@@ -131,6 +136,31 @@ def test_mlx_and_fastapi_stay_in_their_rooms() -> None:
         for name in imports(tree)
         if not path.startswith(rooms.get(name.split(".")[0], ("",)))
         or (name.split(".")[0] in {"mlx", "mlx_lm", "transformers"} and path in WITHOUT_MLX)
+    ]
+    assert not wrong
+
+
+def described(tree: ast.Module) -> Iterator[str]:
+    """Yield the docstrings of a module, and the strings that describe its constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for before, after in pairwise(node.body):
+                match before, after:
+                    case (
+                        ast.Assign() | ast.AnnAssign(),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ):
+                        yield text
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun_phrase() -> None:
+    wrong = [
+        f"{path.relative_to(BACKEND)}: {text.partition(chr(10))[0]}"
+        for path in sorted((BACKEND / "mlx_manager").rglob("*.py"))
+        for text in described(ast.parse(path.read_text()))
+        if RIDDLES.match(text)
     ]
     assert not wrong
 

@@ -1,4 +1,4 @@
-"""SiLU on CPUs on which MLX's exponentials are slow (see `kv.powers`), in mlx-lm's modules."""
+"""SiLU on CPUs on which MLX's exponentials are slow (see `powers`), in mlx-lm's modules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ computes in float32, as the replacements always do."""
 def silu_by_powers(model: nn.Module) -> None:
     """Let `model`'s modules compute SiLU by powers of two where that is faster.
 
-    This replaces, as `kv.attention.route` does, the names that modules of `mlx_lm.models` have
+    This replaces, as `attention.paged.route` does, the names that modules of `mlx_lm.models` have
     imported, and `mlx.nn.silu`, which these modules call by that name. All models are affected; at
     each call `pays` decides.
     """
