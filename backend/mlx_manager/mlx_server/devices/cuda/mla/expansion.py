@@ -2,9 +2,9 @@
 
 With expanded keys and values the ordinary attention kernels are used. A pair of query and token
 then takes as many multiplications a head as a key and a value have elements, half as many as with
-absorbed queries and results (see `decoder.latent`). Before that, each visible token is multiplied by
-all heads' matrices, once for all queries of a step; the results are in temporary pages for the time
-of one layer.
+absorbed queries and results (see `decoder.latent`). Before that, each visible token is multiplied
+by all heads' matrices, once for all queries of a step; the results are in temporary pages for the
+time of one layer.
 """
 
 from __future__ import annotations
