@@ -144,6 +144,7 @@ class Loads:
         self._log_settings = log_settings
         self._patience = patience
         self._workers: dict[str, Worker] = {}
+        self._told_ready = False
 
     # -- loading -------------------------------------------------------------------------------
 
@@ -228,6 +229,9 @@ class Loads:
         try:
             hello = await self._watched(worker, asyncio.wrap_future(worker.hello))
             self.grants.limit = self.grants.limit or hello.limit
+            if not self._told_ready:
+                self._told_ready = True
+                self._tell("ready to load models")
             begun = True
             return worker
         finally:
@@ -254,7 +258,7 @@ class Loads:
         self._tell(
             f"{source.id} is loaded in {facts.seconds:.1f} s: {gigabytes(facts.nbytes)} of "
             f"weights, {facts.weights.name} ({facts.weights.reason})",
-            source.id,
+            model=source.id,
             seconds=round(facts.seconds, 3),
             weights_bytes=facts.nbytes,
         )
@@ -315,14 +319,15 @@ class Loads:
         before = self.figures()["mlx"]["active"] + freed
         self._let_go(resident)
         await asyncio.shield(asyncio.wrap_future(worker.over))
-        self._tell(f"{resident.id} is unloaded: {gigabytes(freed)} are free again", resident.id)
+        said = f"{resident.id} is unloaded: {gigabytes(freed)} are free again"
+        self._tell(said, model=resident.id)
         return Unloaded(resident.id, resident.facts.nbytes, before, before - freed)
 
-    def _tell(self, said: str, model_id: str, **facts: object) -> None:
+    def _tell(self, said: str, **facts: object) -> None:
         """Log a message with MLX's memory use: in words, and in bytes for machines."""
         usage = self.figures()["mlx"]
         told = {f"memory_{name}_bytes": nbytes for name, nbytes in usage.items()}
-        extra = {"facts": {"model": model_id, **facts, **told}}
+        extra = {"facts": {**facts, **told}}
         log.info("%s; %s", said, in_words(usage), extra=extra)
 
     async def close(self) -> None:

@@ -230,7 +230,8 @@ async def test_the_log_tells_what_memory_starts_loads_and_unloads_leave(
         async with open_pool(models_dir) as pool:
             nbytes = (await pool.get_model("b")).facts.nbytes
             await pool.unload("b")
-    loaded, unloaded = (record for record in caplog.records if "memory" in record.message)
+    started, loaded, unloaded = (record for record in caplog.records if "memory" in record.message)
+    assert re.fullmatch("ready to load models" + memory_now, started.message)
     weights = r"b is loaded in \d+\.\d s: \d+\.\d\d GB of weights, \w+ \(.*\)"
     assert re.fullmatch(weights + memory_now, loaded.message)
     assert re.fullmatch(r"b is unloaded: \d\.\d\d GB are free again" + memory_now, unloaded.message)
