@@ -37,7 +37,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.models import hub
 from mlx_manager.mlx_server.models.catalog import Catalog, ModelSource, described
 from mlx_manager.mlx_server.models.kinds import wrong_kind
-from mlx_manager.mlx_server.models.loads import PATIENCE, Loads, Start
+from mlx_manager.mlx_server.models.loads import NOT_LINES, PATIENCE, Loads, Start
 from mlx_manager.mlx_server.models.policy import Policy
 from mlx_manager.mlx_server.models.residents import Resident, Residents
 from mlx_manager.mlx_server.models.settings import NEVER, Wishes, read_models_file
@@ -311,16 +311,11 @@ class ModelPoolManager:
             recipe=settings.recipe if shares else resident.recipe,
             idle=None if resident.leases else self._residents.idle_for(resident),
             outdated=self._policy.is_outdated(resident),
-            memory={} if shares else self._memory(resident.id),
+            memory={} if shares else _memory(resident),
             kind=facts.kind,
             sampling=self.sampling(source.id) if facts.kind == "text" else {},
             thinks=facts.thinks,
         )
-
-    def _memory(self, model_id: str) -> dict[str, int]:
-        """Return a model's ledger lines, in bytes: weights, pages, states, prefill, snapshots."""
-        lines = ((*line.partition(":"), n) for line, n in self.figures()["ledger"].items())
-        return {kind: nbytes for kind, _, model, nbytes in lines if model == model_id}
 
     async def _on_disk(self, look: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Run a function as `asyncio.to_thread` does, on threads that the program's end does not
@@ -574,6 +569,12 @@ class ModelPoolManager:
             path = await DaemonThreads(1).run(partial(hub.fetch, source.repository))
         self.catalog.rescan()
         return path
+
+
+def _memory(resident: Resident) -> dict[str, int]:
+    """Return a model's ledger lines, in bytes: weights, pages, states, prefill, snapshots."""
+    lines = resident.worker.figures.ledger.items()
+    return {line.partition(":")[0]: n for line, n in lines if line not in NOT_LINES}
 
 
 @cache

@@ -190,7 +190,7 @@ class Host:
                 self._wire.rows.pop(number, None)
 
     def _look_ahead(self) -> None:
-        self._the_model().look_ahead()
+        self._the_model().memory.look_ahead()
 
     async def _beat(self, model: Model) -> None:
         """Give a sign of life while there is work, and end where the GPU takes no more."""
@@ -199,7 +199,7 @@ class Host:
             if self._tasks or self._wire.rows:
                 self._channel.send(Alive(model.thread.silence))
             # What the last rows have left is told when they have ended.
-            model.look_ahead()
+            model.memory.look_ahead()
             self._ends_broken()
 
     def _ends_broken(self) -> bool:

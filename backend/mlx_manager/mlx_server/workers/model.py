@@ -124,9 +124,6 @@ class Model:
     def give_back(self, message: GiveBack) -> None:
         self.thread.post(partial(self.memory.give_back, message))
 
-    def look_ahead(self) -> None:
-        self.memory.look_ahead()
-
     def drop_prefixes(self) -> int:
         """Return the bytes given back. On the MLX thread."""
         before = self.ledger.used()
