@@ -30,7 +30,7 @@ ANSWERED = re.compile(r" (?:GET|POST|HEAD) (\S+) (\d{3}) ")
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What an agent is told, and what a model that drives it calls.
+    """An agent's instructions, and the calls of a model that drives it.
 
     programs: where `make clients` installs it. write: the call that writes a text to a path. run:
     the call of a command. ask, go_on: arguments before the question, in the first turn and in the

@@ -1,4 +1,4 @@
-"""What the server's own process does without."""
+"""Libraries that the server's own process does without."""
 
 from __future__ import annotations
 

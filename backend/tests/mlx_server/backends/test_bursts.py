@@ -34,8 +34,8 @@ def waited_for(demo: Demo, rows: int, seconds: float) -> bool:
 
 
 async def arrives_at_once(demo: Demo, prompt: Prompt, seconds: float) -> bool:
-    """Whether it is with the engine, in so long, when the event loop that the worker's backend is
-    asked in has been through what there was once."""
+    """Return whether the request is with the engine within so many seconds, when the event loop of
+    the worker's backend has been through what there was once."""
     request = GenerationRequest(MODEL, prompt, max_tokens=200, stop=StopRules(ignore_eos=True))
     async with demo.pool.lease(MODEL):
         assert waited_for(demo, 0, seconds=60)

@@ -1,4 +1,4 @@
-"""How a forward is chosen. What is chosen is in test_forward.py."""
+"""The choice of a forward; test_forward.py has the forwards themselves."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ LIMIT = 1000
 
 @dataclass(eq=False)
 class Worker:
-    """What a worker knows of its memory; it does nothing by itself."""
+    """A worker's view of its memory; it does nothing by itself."""
 
     granted: int = 0
     used: int = 0

@@ -676,7 +676,7 @@ async def test_weights_are_kept_in_memory_for_an_owner_who_wants_that_alone(
 
 @pytest.fixture
 def pressures(monkeypatch: pytest.MonkeyPatch) -> list[Pressure]:
-    """What macOS says, the last."""
+    """The memory pressure that macOS reports, the last one set."""
     told = [Pressure.NORMAL]
     monkeypatch.setattr(loads_module, "PressureGauge", lambda: lambda: told[-1])
     return told

@@ -28,7 +28,7 @@ def limit(mlx_limit: int) -> int:
 
 
 class Told:
-    """What the server is told."""
+    """The messages to the server."""
 
     def __init__(self) -> None:
         self.messages: SimpleQueue[Any] = SimpleQueue()

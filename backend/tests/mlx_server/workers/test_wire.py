@@ -1,4 +1,4 @@
-"""What a worker's rows send, and when they are forgotten."""
+"""Messages of a worker's rows, and the end of a row."""
 
 from __future__ import annotations
 
