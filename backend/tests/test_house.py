@@ -266,8 +266,6 @@ def test_what_pages_link_to_is_there():
 def test_the_files_that_pages_name_are_there():
     wrong = []
     for page in PAGES:
-        if page.name == "NOTES.md":  # Tells of what has been and is no more.
-            continue
         named = re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|md|sh|toml|yml))`", page.read_text())
         for name in named:
             roots = [page.parent, *(BACKEND.parent / root for root in NAMES_FROM)]

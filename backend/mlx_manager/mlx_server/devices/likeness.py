@@ -2,7 +2,7 @@
 
 Half precision rounds differently in matrix products of different shapes. If a router scores two
 experts nearly equal, rounding decides which of them a row goes through. This is no error, though it
-changes the logits of a random model by a third (NOTES 113). So a few such rows are allowed, and the
+changes the logits of a random model by a third (as measured on GPT-OSS). So a few such rows are allowed, and the
 distance between two runs of the model itself is the yardstick. The same yardstick applies where a
 recurrent state carries one token's rounding error on to all later tokens.
 """

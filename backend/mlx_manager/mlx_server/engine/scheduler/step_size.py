@@ -83,7 +83,7 @@ class StepSize:
 
         Prompts of one step get their first tokens together. With c of R tokens a step, and steps
         that cost as much as F tokens besides, first tokens come soonest on average if c is the
-        square root of 2 F R, and 2 F is about the tokens of a usual step (NOTES 138). The shortest
+        square root of 2 F R, and 2 F is about the tokens of a usual step. The shortest
         prompt, of `shortest` tokens, is not cut for that.
         """
         return max(isqrt(self.tokens * tokens), shortest)

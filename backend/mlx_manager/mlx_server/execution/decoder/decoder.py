@@ -82,13 +82,12 @@ LAYERS_AT_A_TIME = 8
 # Limits of queued work. A queued layer keeps all its arrays, 147 kB a token and layer of an 8B. So
 # layers that are queued together have arrays of at most `BYTES_AT_A_TIME`, unless it is one layer,
 # and all queued layers of at most `BYTES_AHEAD`, unless it is `LEAST_AHEAD` pieces. One layer at a
-# time costs 1 to 2 % of an 8B's prompt rate, and saves half of the memory that two take (NOTES
-# 102).
+# time costs 1 to 2 % of an 8B's prompt rate, and saves half of the memory that two take.
 BYTES_AT_A_TIME = 500_000_000
 BYTES_AHEAD = 1_300_000_000
 LEAST_AHEAD = 3
 # Steps of more than `MANY` tokens come where memory is plenty and steps are short. The host's time
-# for the next step, 6 to 9 ms, is to be hidden behind the rest of the pieces (NOTES 144, 149).
+# for the next step, 6 to 9 ms, is to be hidden behind the rest of the pieces.
 MANY = 2048
 LEAST_AHEAD_OF_MANY = 4
 # Number of steps whose arrays exist at once, of steps that are queued whole (measured: 1.4 of an
@@ -96,7 +95,7 @@ LEAST_AHEAD_OF_MANY = 4
 STEPS_AHEAD = 1.5
 # Tokens of a step with prompts from which on packed weights without dense ones beside them are made
 # dense, a layer at a time. That takes as long whatever the tokens, while MLX's products with packed
-# weights take 1 ms a layer of an 8B for 64 tokens (H200; NOTES 109).
+# weights take 1 ms a layer of an 8B for 64 tokens (H200).
 FEWEST_UNPACKED = 65
 
 
@@ -253,7 +252,7 @@ class FusedDecoder:
         `stores` are the layers' pages and states, written in place; texts: see `Part.ragged`;
         before: the last step's pieces, where it had some. A layer is put together once for each
         kind, and the graph repeated: that takes the host half as long as putting together all
-        layers (NOTES 104).
+        layers.
         """
         rotations = [rotation(step.plan.positions) for rotation in self._open.rotations]
         hidden = self._open.embed(step.tokens)

@@ -30,7 +30,7 @@ _STAGE_MEMORY = 168 * 1024
 _IN_FLIGHT = {1: (8, 4), 2: (8, 3), 3: (4, 3), 4: (4, 4)}
 
 # Measured on an H200: warps of a block for one row, stages of each warp, and the fewest warps of a
-# multiprocessor that should have weights to read (NOTES 110).
+# multiprocessor that should have weights to read.
 _ROW_WARPS, _ROW_STAGES = 8, 2
 _ROW_WARPS_AT_ONCE = 8
 

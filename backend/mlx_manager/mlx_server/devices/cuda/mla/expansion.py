@@ -23,8 +23,7 @@ from mlx_manager.mlx_server.devices.cuda.mapped import send
 from mlx_manager.mlx_server.devices.cuda.mla.shape import LatentShape
 
 # Estimated costs of a multiplication in attention to heads, of one in plain products, and of the
-# launches. The unit is a multiplication in the absorbed form's attention (206 TFLOP/s on an H100;
-# NOTES 133).
+# launches. The unit is a multiplication in the absorbed form's attention (206 TFLOP/s on an H100).
 ATTENDING = 0.6
 MULTIPLYING = 0.35
 START = 1e10

@@ -46,7 +46,7 @@ _ROUTED, _ROUTER_TILE = 8, 16
 _ROUTER_WARPS = 16
 # Most rows that one launch routes. With more rows MLX does the norm and the product with the
 # router, and blocks of `_CHOOSING` rows choose the experts: with 8 192 rows and 128 experts one
-# launch takes 475 us (H100; NOTES 145).
+# launch takes 475 us (H100).
 _MOST_ROUTED, _CHOOSING = 512, 64
 # Most groups of rows of a router's launch: the rows are at most 8 times as many.
 _MOST_GROUPS = 8192
