@@ -51,7 +51,6 @@ async def talk(model: Model) -> None:
         if event.type == "raw_response_event" and isinstance(event.data, ResponseTextDeltaEvent)
     ]
     assert "".join(pieces) == run.final_output == whole.final_output
-    assert len(pieces) > 3
     used = run.context_wrapper.usage
     assert used.output_tokens == whole.context_wrapper.usage.output_tokens > 3
 

@@ -74,7 +74,7 @@ def test_a_stream_is_the_whole_answer_in_lines(client: httpx.Client, name: str):
         lines = [json.loads(line) for line in streamed.iter_lines()]
     assert "Ctrl-C" in whole["message"]["content"]
     assert "".join(line["message"]["content"] for line in lines) == whole["message"]["content"]
-    assert len(lines) > 3
+    assert len(lines) > 1
     assert lines[-1]["eval_count"] == whole["eval_count"]
     assert whole["total_duration"] >= whole["eval_duration"] > 0
     assert {line["model"] for line in lines} == {name}
