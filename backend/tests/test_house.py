@@ -37,10 +37,11 @@ MAY_IMPORT = {
     "devices": FOUNDATION | {"memory"},
     "kv": FOUNDATION | {"devices"},
     "sampling": FOUNDATION | {"devices"},
-    "execution": FOUNDATION | {"devices", "kv", "sampling"},
+    "families": FOUNDATION,
+    "execution": FOUNDATION | {"devices", "families", "kv", "sampling"},
     "text": FOUNDATION,
     "engine": FOUNDATION | {"devices", "execution", "kv", "memory", "sampling", "stream", "text"},
-    "models": FOUNDATION | {"devices", "memory"},
+    "models": FOUNDATION | {"devices", "families", "memory"},
     "encoders": FOUNDATION | {"devices", "engine", "memory", "models"},
     "backends": FOUNDATION
     | {*("encoders", "engine", "execution", "memory", "models", "sampling", "stream", "text")},
@@ -60,19 +61,25 @@ ROOMS = {
         f"models/{name}.py": "pool"
         for name in ("grants", "loads", "policy", "pool", "residents", "status")
     },
+    **{
+        path: "families"
+        for path in TREES
+        if path.startswith("models/families/")
+        or path in {"models/family.py", "models/module_facts.py"}
+    },
     "engine/stream.py": "stream",
     **{f"engine/kv/{name}.py": "kv" for name in ("__init__", "pages", "prefix", "store")},
     "engine/sampling.py": "sampling",
     "utils/memory.py": "memory",
 }
-"""Modules in rooms of their own: what runs in a worker's process, what has workers, and what both
-hand events on by."""
+"""Modules in rooms of their own: what runs in a worker's process, what has workers, what both hand
+events on by, and what is declared of families."""
 
 MLX_ROOMS = (
     *("devices/", "encoders/", "engine/", "execution/", "models/", "text/"),
     "utils/memory.py",
 )
-WITHOUT_MLX = {path for path, its in ROOMS.items() if its in {"pool", "stream"}} | {
+WITHOUT_MLX = {path for path, its in ROOMS.items() if its in {"families", "pool", "stream"}} | {
     *("models/catalog.py", "models/facts.py", "models/settings.py"),
 }
 """Modules in these rooms that the server's own process imports."""
@@ -107,7 +114,8 @@ def room(path: str) -> str:
 def room_of(module: str) -> str:
     """Return the room of what is imported by that name within the package."""
     parts = module.split(".")
-    names = ("/".join(parts[:length]) + ".py" for length in range(len(parts), 0, -1))
+    paths = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    names = (path + end for path in paths for end in (".py", "/__init__.py"))
     return next((room(path) for path in names if path in TREES), parts[0])
 
 

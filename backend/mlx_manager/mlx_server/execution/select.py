@@ -39,7 +39,6 @@ from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.execution.attention.paged import Reading, Span
 from mlx_manager.mlx_server.execution.compiled import WRONG, Compile
-from mlx_manager.mlx_server.execution.decoder.anatomy import attention_shapes
 from mlx_manager.mlx_server.execution.decoder.check import check
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.forward import FEW, FusedForward
@@ -55,6 +54,7 @@ from mlx_manager.mlx_server.execution.forward import (
     kept_in,
 )
 from mlx_manager.mlx_server.execution.modules import ModuleSteps
+from mlx_manager.mlx_server.execution.spec.decoder import attention_shapes
 from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from mlx_manager.mlx_server.models.architectures import ENCODERS, has_architectu
 from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
 from mlx_manager.mlx_server.models.checkpoint.sentence import BERT_LIMITS, longest_text
 from mlx_manager.mlx_server.models.checkpoint.weight_files import INDEX
-from mlx_manager.mlx_server.models.family import detect_model_family
+from mlx_manager.mlx_server.models.families import detect_model_family
 from mlx_manager.mlx_server.models.kinds import kind_of
 from mlx_manager.mlx_server.models.removal import Removal, plan_removal
 from mlx_manager.mlx_server.models.settings import ModelsFile

@@ -1,28 +1,119 @@
-"""The family of a model, detected from its name or its config.json."""
+"""The declaration of a family of models: the facts that its tokenizer and template do not tell.
+
+Each file of `models/families` has one, `FAMILY`. `models/adapters` reads the words,
+`models/checkpoint` the settings, and `execution/spec` the facts about mlx-lm's modules.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-_FAMILIES = (
-    # A distilled model's name ends with the family it was made from, and its template does not.
-    ("deepseek", r"deepseek"),
-    ("gpt-oss", r"gpt[-_]?oss"),
-    ("llama", r"llama"),
-    ("qwen", r"qwen|qwq"),
-    ("mistral", r"mistral|mixtral|ministral|magistral|codestral|devstral|pixtral"),
-    ("gemma", r"gemma"),
-    ("phi", r"\bphi|phi[-_]?\d|phimoe"),
-    ("glm", r"glm"),
-    ("granite", r"granite"),
-    ("hunyuan", r"hunyuan"),
-)
+from mlx_manager.mlx_server.formats import Region
+from mlx_manager.mlx_server.models.module_facts import ModuleFacts
+
+Marks = tuple[str, str]
+"""The texts before and after thinking."""
 
 
-def detect_model_family(source: str | Mapping[str, Any]) -> str:
-    """Return the family by a model's name or its config.json; "default" if it is not known."""
-    text = source if isinstance(source, str) else str(source.get("model_type", ""))
-    found = (family for family, pattern in _FAMILIES if re.search(pattern, text.lower()))
-    return next(found, "default")
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Tags of answers that are ordinary text, not special tokens.
+
+    thinking: around thinking. content: around the text that the caller reads; the last ones may
+    end it in either form. asked_by: the template's variable that asks for thinking; "" if all
+    answers have the tags.
+    """
+
+    thinking: Marks
+    content: tuple[str, ...]
+    asked_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """Form of answers that consist of messages, each with a header.
+
+    header, channels, thinking_end: as in `OutputFormat`. ends: texts that end a message, after
+    which a header follows. begun: a regular expression for a header at the end of a prompt; its
+    first group is the channel.
+    """
+
+    header: str
+    channels: Mapping[str, Region]
+    ends: tuple[str, ...]
+    begun: str
+    thinking_end: str
+
+    @property
+    def edges(self) -> Mapping[Region, tuple[tuple[str, Region], ...]]:
+        """The markers of each region, as in `OutputFormat`."""
+        ends: tuple[tuple[str, Region], ...] = tuple((end, "header") for end in self.ends)
+        return {"content": ends, "reasoning": ends}
+
+
+@dataclass(frozen=True, slots=True)
+class InfillTokens:
+    """Special tokens of an infilling prompt, in front of its parts.
+
+    prefix: before the text's beginning. suffix: before the text's end. middle: before the text that
+    is to be written. suffix_first: the end comes before the beginning.
+    """
+
+    prefix: str
+    suffix: str
+    middle: str | None
+    suffix_first: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.prefix, self.suffix, self.middle) if name)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFacts:
+    """Facts about a family's config.json, by `model_type`.
+
+    periods: the setting of the number of layers of which the last has full attention.
+    layer_types: mlx-lm's names for transformers' types of layer. rope_by_layer: the `model_type`s
+    whose classes read `rope_parameters` by type of layer. extended: beginnings of the
+    `model_type`s whose `max_position_embeddings` counts the extension by `rope_scaling`.
+    """
+
+    periods: Mapping[str, str] = field(default_factory=dict)
+    layer_types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    rope_by_layer: tuple[str, ...] = ()
+    extended: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of models.
+
+    name: shown to clients. named: a regular expression that is found in the `model_type`s and
+    names of its models, in lower case.
+    turn_ends: tokens that end an answer, besides those that the checkpoint and its template name.
+    thinking, content: special tokens around thinking, and around the text that the caller reads,
+    that mlx-lm does not know. Any model whose vocabulary has them has these marks.
+    tags, messages: see these classes; None for most families.
+    tool_format: the name of the format of calls, if the family's templates do not tell it.
+    infill: tokens for infilling, in any model whose vocabulary has all of them.
+    function_variables: the variables that mlx-lm's function in place of a template knows.
+    shown: changes a message in the template's form to one that the template takes.
+    config, modules: facts about config.json and about mlx-lm's modules.
+    """
+
+    name: str
+    named: str
+    turn_ends: tuple[str, ...] = ()
+    thinking: tuple[Marks, ...] = ()
+    content: tuple[tuple[str, ...], ...] = ()
+    tags: Tags | None = None
+    messages: MessageFormat | None = None
+    tool_format: str = ""
+    infill: tuple[InfillTokens, ...] = ()
+    function_variables: frozenset[str] | None = None
+    shown: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    config: ConfigFacts = field(default_factory=ConfigFacts)
+    modules: ModuleFacts = field(default_factory=ModuleFacts)

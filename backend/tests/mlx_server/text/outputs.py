@@ -19,8 +19,8 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.formats import OutputFormat
 from mlx_manager.mlx_server.models.adapters import tool_syntax
-from mlx_manager.mlx_server.models.adapters.families import HARMONY_ENDS, HARMONY_HEADER
 from mlx_manager.mlx_server.models.adapters.tool_syntax import ToolSyntax
+from mlx_manager.mlx_server.models.families.gpt_oss import HARMONY
 from mlx_manager.mlx_server.text.output_parser import OutputParser
 
 
@@ -166,9 +166,9 @@ def of_mlx(module: str) -> OutputFormat:
 
 
 HARMONY = OutputFormat(
-    {"content": HARMONY_ENDS, "reasoning": HARMONY_ENDS},
+    HARMONY.edges,
     initial="header",
-    header=HARMONY_HEADER,
+    header=HARMONY.header,
     channels={"analysis": "reasoning"},
     calls=tool_syntax.HARMONY.form(TOOLS),
     offered=OFFERED,

@@ -42,15 +42,6 @@ from mlx_manager.mlx_server.execution.alike import arrays_of
 from mlx_manager.mlx_server.execution.attention.latent_chunks import meeting_of
 from mlx_manager.mlx_server.execution.attention.paged import StepPlan, prepare
 from mlx_manager.mlx_server.execution.compiled import Compile, Kinds
-from mlx_manager.mlx_server.execution.decoder.anatomy import (
-    Anatomy,
-    Common,
-    Convolution,
-    Latents,
-    NotFusable,
-    Recurrence,
-    Surroundings,
-)
 from mlx_manager.mlx_server.execution.decoder.latent import LatentPart
 from mlx_manager.mlx_server.execution.decoder.layers import (
     AttentionPart,
@@ -68,8 +59,17 @@ from mlx_manager.mlx_server.execution.decoder.layers import (
 )
 from mlx_manager.mlx_server.execution.forward import RaggedStep
 from mlx_manager.mlx_server.execution.pieces import Pieces
+from mlx_manager.mlx_server.execution.spec.decoder import DecoderSpec
+from mlx_manager.mlx_server.execution.spec.layers import (
+    AttentionSpec,
+    DeltaSpec,
+    LayerSpec,
+    MLASpec,
+    ShortConvSpec,
+)
+from mlx_manager.mlx_server.execution.spec.parts import NotFusable
 
-A = TypeVar("A", Anatomy, Latents, Recurrence, Convolution)
+A = TypeVar("A", AttentionSpec, MLASpec, DeltaSpec, ShortConvSpec)
 K = TypeVar("K")
 BuildProducts = Callable[[mx.Dtype], ProductKernels | Unsupported]
 Cuts = tuple[Sequence[tuple[int | None, bool, BlockKind]], bool]
@@ -136,8 +136,8 @@ class FusedDecoder:
         self._layer_bytes = max(part.token_bytes for part in parts)
         self._unpacked_bytes = max(part.unpacked_bytes for part in parts)
         self.unpacks = self._unpacked_bytes > 0
-        tempers = [part.temper for part in parts if isinstance(part, AttentionPart)]
-        self.far_from = min((each.tokens for each in tempers if each), default=None)
+        scalings = [part.query_scaling for part in parts if isinstance(part, AttentionPart)]
+        self.far_from = min((each.tokens for each in scalings if each), default=None)
         self._compile = compile
         self._kinds = Kinds(compile)
 
@@ -160,9 +160,9 @@ class FusedDecoder:
         the joined ones, a layer at a time. Nothing has been compared yet: see `check`.
         """
         try:
-            common = Common.of(model, page_size)
-            parts = _Parts.build(common, kernels, deltas, latents, shorts)
-            return _build(common, parts, products, compile, openings)
+            spec = DecoderSpec.of(model, page_size)
+            parts = _Parts.build(spec, kernels, deltas, latents, shorts)
+            return _build(spec, parts, products, compile, openings)
         except NotFusable as reason:
             return Unsupported(f"the module is no common decoder: {reason}")
 
@@ -256,7 +256,7 @@ class FusedDecoder:
         """
         rotations = [rotation(step.plan.positions) for rotation in self._open.rotations]
         hidden = self._open.embed(step.tokens)
-        inlets = self._open.of_layers(step.tokens, hidden)
+        per_layer_inputs = self._open.of_layers(step.tokens, hidden)
         at_a_time, pieces_ahead = self._ahead(step.tokens.size, self._expanded_bytes(step.plan))
         pieces = Pieces(pieces_ahead, before)
         unpack = self._unpacks(step.tokens.size)
@@ -267,7 +267,7 @@ class FusedDecoder:
                 once = partial(layer.run, store, step.plan, texts, unpack)
                 compiled[layer.kind] = self._compile(once)
             run, rotation = compiled[layer.kind], rotations[layer.rotation]
-            own = _own(inlets, number)
+            own = _own(per_layer_inputs, number)
             hidden, store.written = run(hidden, rotation, own, layer.arrays, store.arrays)
             if (number + 1) % at_a_time == 0:
                 pieces.add(hidden)
@@ -357,7 +357,7 @@ class FusedDecoder:
         for number, layer in enumerate(self._layers):
             fresh = layer.part.block.heads(hidden) if heads is None else heads
             attended = layer.attend(fresh, shared, pools[layer.source], step)
-            joined = layer.joint(hidden, attended, _own(shared.inlets, number))
+            joined = layer.joint(hidden, attended, _own(shared.per_layer_inputs, number))
             hidden, heads = joined.result, joined.heads
         return self._ending(hidden), shared.following
 
@@ -371,23 +371,23 @@ class FusedDecoder:
         step = _step(cuts, *arrays)
         hidden, shared = self._opened(step)
         found = [shared.following, *shared.rotations, hidden]
-        found += [] if shared.inlets is None else [shared.inlets]
+        found += [] if shared.per_layer_inputs is None else [shared.per_layer_inputs]
         kinds = set()
         for number, layer in enumerate(self._layers):
             if layer.kind not in kinds:
                 kinds.add(layer.kind)
                 heads = layer.part.block.heads(hidden)
                 attended = layer.attend(heads, shared, step.pools[layer.source], step)
-                joined = layer.joint(hidden, attended, _own(shared.inlets, number))
+                joined = layer.joint(hidden, attended, _own(shared.per_layer_inputs, number))
                 found += [heads, attended, *joined.launches]
                 hidden = joined.result
         return [*found, self._ending(hidden)]
 
 
-def _own(inlets: mx.array | None, layer: int) -> list[mx.array]:
+def _own(per_layer_inputs: mx.array | None, layer: int) -> list[mx.array]:
     """Return the layer's own input for each token, one array (tokens, width), or none if there is
-    none; see `Intake`."""
-    return [] if inlets is None else [inlets[:, layer]]
+    none; see `PerLayerInput`."""
+    return [] if per_layer_inputs is None else [per_layer_inputs[:, layer]]
 
 
 def _cuts(step: Step) -> Cuts:
@@ -427,7 +427,7 @@ class _Parts:
 
     @staticmethod
     def build(
-        common: Common,
+        spec: DecoderSpec,
         kernels: BuildKernels,
         deltas: BuildDelta,
         latents: BuildLatents,
@@ -438,32 +438,32 @@ class _Parts:
         Raises:
             NotFusable: there are no kernels for some shape.
         """
-        own = common.layers
-        attentions = {a.shape: _built(kernels(a.shape)) for a in _one_each(own, Anatomy)}
-        recurrences = {a.shape: _built(deltas(a.shape)) for a in _one_each(own, Recurrence)}
-        convolutions = {a.shape: _built(shorts(a.shape)) for a in _one_each(own, Convolution)}
+        own = spec.layers
+        attentions = {a.shape: _built(kernels(a.shape)) for a in _one_each(own, AttentionSpec)}
+        recurrences = {a.shape: _built(deltas(a.shape)) for a in _one_each(own, DeltaSpec)}
+        convolutions = {a.shape: _built(shorts(a.shape)) for a in _one_each(own, ShortConvSpec)}
         met = {
             a.shape: _built(latents(a.shape, traditional=a.rotary.traditional))
-            for a in _one_each(own, Latents)
+            for a in _one_each(own, MLASpec)
         }
         return _Parts(attentions, recurrences, met, convolutions)
 
-    def of(self, anatomy: Surroundings, block: Block, few: ProductKernels | None) -> Part:
-        """Return the part of the layer that `anatomy` describes.
+    def of(self, spec: LayerSpec, block: Block, few: ProductKernels | None) -> Part:
+        """Return the part of the layer that `spec` describes.
 
         block: the same layer's products, joined. few: kernels that multiply few rows, if the device
         has any.
         """
-        match anatomy:
-            case Anatomy():
-                return AttentionPart.of(anatomy, block, self.attentions[anatomy.shape])
-            case Recurrence():
-                return StatePart(block, self.deltas[anatomy.shape], anatomy.given)
-            case Convolution():
-                return StatePart(block, self.shorts[anatomy.shape], anatomy.given)
-            case Latents():
-                return LatentPart.of(anatomy, block, self.latents[anatomy.shape], few)
-        raise NotFusable(f"a layer of the kind {type(anatomy).__name__}")
+        match spec:
+            case AttentionSpec():
+                return AttentionPart.of(spec, block, self.attentions[spec.shape])
+            case DeltaSpec():
+                return StatePart(block, self.deltas[spec.shape], spec.given)
+            case ShortConvSpec():
+                return StatePart(block, self.shorts[spec.shape], spec.given)
+            case MLASpec():
+                return LatentPart.of(spec, block, self.latents[spec.shape], few)
+        raise NotFusable(f"a layer of the kind {type(spec).__name__}")
 
 
 def _one_each(layers: Sequence[Any], kind: type[A]) -> list[A]:
@@ -478,30 +478,30 @@ def _built(kernels: K | Unsupported) -> K:
 
 
 def _build(
-    common: Common,
+    spec: DecoderSpec,
     parts: _Parts,
     products: BuildProducts,
     compile: Compile,
     openings: BuildOpening,
 ) -> FusedDecoder:
-    multiplier = products(common.layers[0].shape.dtype)
+    multiplier = products(spec.layers[0].shape.dtype)
     few = None if isinstance(multiplier, Unsupported) else multiplier
     blocks = []
-    for anatomy in common.layers:
-        blocks.append(Block.of(anatomy, few))
+    for layer in spec.layers:
+        blocks.append(Block.of(layer, few))
         # Evaluated before the next layer is joined, so that only one layer's weights exist twice.
-        mx.eval([*anatomy.weights(), *arrays_of(blocks[-1]), common.norm.weight])
+        mx.eval([*layer.weights(), *arrays_of(blocks[-1]), spec.norm.weight])
         blocks[-1].mlp.compare()
     joints = [Joint.of(*pair, few) for pair in zip(blocks, [*blocks[1:], None], strict=True)]
     layers = [
-        Layer(parts.of(anatomy, joint.block, few), joint, kind, source)
-        for anatomy, kind, joint, source in zip(
-            common.layers, common.kinds, joints, common.sources, strict=True
+        Layer(parts.of(layer, joint.block, few), joint, kind, source)
+        for layer, kind, joint, source in zip(
+            spec.layers, spec.kinds, joints, spec.sources, strict=True
         )
     ]
     return FusedDecoder(
         layers,
-        Opening.of(common, openings),
-        Ending.of(common, few),
+        Opening.of(spec, openings),
+        Ending.of(spec, few),
         compile,
     )

@@ -1,4 +1,4 @@
-"""Common decoder on a CPU: the same joined products as on a GPU, and MLX's operations.
+"""DecoderSpec decoder on a CPU: the same joined products as on a GPU, and MLX's operations.
 
 On a CPU a step's time is as much that of its operations, some 10 us each on two busy cores, as that
 of its products. mlx-lm's module takes 150 operations a layer, of which many are views; here a layer
@@ -19,14 +19,6 @@ from mlx_manager.mlx_server.devices.attention import AttentionShape
 from mlx_manager.mlx_server.devices.cpu.lane import has_lane, in_halves
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.execution.attention.paged import StepPlan, attend
-from mlx_manager.mlx_server.execution.decoder.anatomy import (
-    Anatomy,
-    Common,
-    Gates,
-    NotFusable,
-    Rotation,
-    Temper,
-)
 from mlx_manager.mlx_server.execution.decoder.layers import Block
 from mlx_manager.mlx_server.execution.forward import (
     ABREAST_ON_CPU,
@@ -37,6 +29,11 @@ from mlx_manager.mlx_server.execution.forward import (
     RaggedStep,
     shortest_first,
 )
+from mlx_manager.mlx_server.execution.spec.decoder import DecoderSpec
+from mlx_manager.mlx_server.execution.spec.layers import AttentionSpec, QueryScaling
+from mlx_manager.mlx_server.execution.spec.mlps import MLPSpec
+from mlx_manager.mlx_server.execution.spec.parts import NotFusable
+from mlx_manager.mlx_server.execution.spec.rotation import Rotation
 
 ByParts = Callable[..., mx.array]
 """Function that computes rows in halves, as `in_halves`, or all at once."""
@@ -84,7 +81,7 @@ class HeadRotation:
     """
 
     def __init__(
-        self, rotation: Rotation, shape: AttentionShape, temper: Temper | None = None
+        self, rotation: Rotation, shape: AttentionShape, query_scaling: QueryScaling | None = None
     ) -> None:
         dims, dim = 2 * rotation.frequencies.size, shape.head_dim
         places = np.arange(dims)
@@ -103,7 +100,7 @@ class HeadRotation:
         self._frequencies = mx.array(frequencies)
         self._amplitudes = None if rotation.amplitude == 1.0 else mx.array(amplitudes)
         self._shape = shape
-        self._temper = temper
+        self._query_scaling = query_scaling
         mx.eval(self.turn, self._frequencies)
 
     def __call__(self, positions: mx.array) -> Turns:
@@ -112,7 +109,9 @@ class HeadRotation:
         cosines, sines = mx.cos(angles), mx.sin(angles)
         if self._amplitudes is not None:
             cosines, sines = cosines * self._amplitudes, sines * self._amplitudes
-        factors = None if self._temper is None else self._temper(positions)[:, None, None]
+        factors = (
+            None if self._query_scaling is None else self._query_scaling(positions)[:, None, None]
+        )
         return Turns(self._of_heads(cosines, 1.0, factors), self._of_heads(sines, 0.0, factors))
 
     def _of_heads(self, table: mx.array, rest: float, factors: mx.array | None) -> mx.array:
@@ -163,17 +162,17 @@ class JoinedLayer:
     window: int | None
 
     @staticmethod
-    def of(anatomy: Anatomy, kind: int, rotation: HeadRotation) -> JoinedLayer:
-        norms = anatomy.head_norms
+    def of(spec: AttentionSpec, kind: int, rotation: HeadRotation) -> JoinedLayer:
+        norms = spec.head_norms
         return JoinedLayer(
-            block=Block.of(anatomy, norm=MeanByProduct),
-            head_norms=None if norms is None else HeadNorms(norms, anatomy.shape),
+            block=Block.of(spec, norm=MeanByProduct),
+            head_norms=None if norms is None else HeadNorms(norms, spec.shape),
             kind=kind,
             rotation=rotation,
-            shape=anatomy.shape,
-            scale=anatomy.scale,
-            softcap=anatomy.softcap,
-            window=anatomy.window,
+            shape=spec.shape,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            window=spec.window,
         )
 
     def __call__(
@@ -206,13 +205,13 @@ class JoinedForward(OnPages):
     kind: ClassVar[str] = "fused"
     abreast: int = ABREAST_ON_CPU
 
-    def __init__(self, common: Common, layers: Sequence[JoinedLayer], page_size: int) -> None:
+    def __init__(self, spec: DecoderSpec, layers: Sequence[JoinedLayer], page_size: int) -> None:
         self._page_size = page_size
         self._layers = layers
         self._rotations = list({layer.kind: layer.rotation for layer in layers}.values())
-        self._embed = common.embedded
-        self._norm = MeanByProduct(common.norm)
-        self._vocabulary = common.vocabulary
+        self._embed = spec.embedded
+        self._norm = MeanByProduct(spec.norm)
+        self._vocabulary = spec.vocabulary
         shapes = [LayerShape.of(layer.shape, layer.window) for layer in layers]
         self.stores = [LayerStore(shape, page_size) for shape in shapes]
         self._serves = False
@@ -247,29 +246,29 @@ def join(model: nn.Module, page_size: int) -> JoinedForward:
     if mx.default_device() != mx.cpu:
         raise NotApplicable("a GPU has kernels for it, or operations are cheap")
     try:
-        common = Common.of(model, page_size)
+        spec = DecoderSpec.of(model, page_size)
     except NotFusable as reason:
         raise NotApplicable(f"the module is no common decoder: {reason}") from reason
-    attentions = [layer for layer in common.layers if isinstance(layer, Anatomy)]
-    if len(attentions) < len(common.layers) or any(each.rotary.gated for each in attentions):
+    attentions = [layer for layer in spec.layers if isinstance(layer, AttentionSpec)]
+    if len(attentions) < len(spec.layers) or any(each.rotary.gated for each in attentions):
         raise NotApplicable("layers without attention, or with gates behind it")
-    if any(each.rotary.values or each.rotary.alone for each in attentions) or common.inlets:
+    if any(each.rotary.values or each.rotary.alone for each in attentions) or spec.per_layer:
         raise NotApplicable("norms of values, or keys or inputs beside a layer's own")
-    if not all(isinstance(anatomy.mlp, Gates) for anatomy in attentions):
+    if not all(isinstance(each.mlp, MLPSpec) for each in attentions):
         raise NotApplicable("an MLP of other parts")
     if attentions[0].shape.dtype != mx.float32:
         raise NotApplicable("products in half precision take longer than all the rest")
-    rotations: dict[tuple[int, AttentionShape, Temper | None], HeadRotation] = {}
+    rotations: dict[tuple[int, AttentionShape, QueryScaling | None], HeadRotation] = {}
     layers: list[JoinedLayer] = []
-    for anatomy, kind in zip(attentions, common.kinds, strict=True):
-        key = (kind, anatomy.shape, anatomy.temper)
+    for each, kind in zip(attentions, spec.kinds, strict=True):
+        key = (kind, each.shape, each.query_scaling)
         if key not in rotations:
-            rotations[key] = HeadRotation(common.rotations[kind], anatomy.shape, anatomy.temper)
+            rotations[key] = HeadRotation(spec.rotations[kind], each.shape, each.query_scaling)
         number = list(rotations).index(key)
-        layers.append(JoinedLayer.of(anatomy, number, rotations[key]))
+        layers.append(JoinedLayer.of(each, number, rotations[key]))
         # Evaluated before the next layer is joined, so that only one layer's weights exist twice.
-        mx.eval(anatomy.weights())
-    return JoinedForward(common, layers, page_size)
+        mx.eval(each.weights())
+    return JoinedForward(spec, layers, page_size)
 
 
 def _whole(compute: Callable[..., mx.array], *arrays: mx.array) -> mx.array:

@@ -24,10 +24,10 @@ from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.execution.alike import made_of
 from mlx_manager.mlx_server.execution.attention.latent_chunks import Absorbed, meeting_of
 from mlx_manager.mlx_server.execution.attention.paged import StepPlan
-from mlx_manager.mlx_server.execution.decoder.anatomy import Latents
 from mlx_manager.mlx_server.execution.decoder.layers import Block, Part, Shared, Step
 from mlx_manager.mlx_server.execution.decoder.mlps import flat
 from mlx_manager.mlx_server.execution.decoder.projections import Projection, join, packing_of
+from mlx_manager.mlx_server.execution.spec.layers import MLASpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class LatentPart(Part):
 
     @staticmethod
     def of(
-        latents: Latents, block: Block, kernels: LatentKernels, few: ProductKernels | None
+        latents: MLASpec, block: Block, kernels: LatentKernels, few: ProductKernels | None
     ) -> LatentPart:
         """Return the part of the layer that `latents` describes.
 

@@ -28,17 +28,8 @@ from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.execution.alike import arrays_of, kind_of, made_of
 from mlx_manager.mlx_server.execution.attention.paged import StepPlan, attend, newest_slots
 from mlx_manager.mlx_server.execution.decoder.additions import Addition, NormFor, addition_of
-from mlx_manager.mlx_server.execution.decoder.anatomy import (
-    Anatomy,
-    Common,
-    Inlets,
-    NotFusable,
-    Rotation,
-    Surroundings,
-    Temper,
-)
-from mlx_manager.mlx_server.execution.decoder.inlets import Intake
 from mlx_manager.mlx_server.execution.decoder.mlps import Mlp, mlp_of
+from mlx_manager.mlx_server.execution.decoder.per_layer_input import PerLayerInput
 from mlx_manager.mlx_server.execution.decoder.projections import (
     Ahead,
     Head,
@@ -48,6 +39,10 @@ from mlx_manager.mlx_server.execution.decoder.projections import (
     join,
     table_of,
 )
+from mlx_manager.mlx_server.execution.spec.decoder import DecoderSpec, PerLayerEmbedding
+from mlx_manager.mlx_server.execution.spec.layers import AttentionSpec, LayerSpec, QueryScaling
+from mlx_manager.mlx_server.execution.spec.parts import NotFusable
+from mlx_manager.mlx_server.execution.spec.rotation import Rotation
 
 Store = LayerStore | StateStore
 """Store of a layer: the rows' keys and values on pages, or their states in slots."""
@@ -84,11 +79,11 @@ class Block:
     qkv: Projection
     output: Addition
     mlp: Mlp
-    intake: Intake | None = None
+    per_layer_input: PerLayerInput | None = None
 
     @staticmethod
     def of(
-        anatomy: Surroundings,
+        spec: LayerSpec,
         few: ProductKernels | None = None,
         norm: NormFor = lambda own: own,
     ) -> Block:
@@ -98,16 +93,16 @@ class Block:
         few: kernels that multiply few rows, if the device has any. norm: returns the norm to use in
         place of each of the layer's norms.
         """
-        around, inlet, scale = anatomy.attention_norms, anatomy.inlet, anatomy.scale_of_sum
-        behind = anatomy.mlp_norms.behind if inlet is None else inlet.norm
-        if scale is not None and behind is None:
+        around, own, scale = spec.attention_norms, spec.per_layer_input, spec.layer_scale
+        post = spec.mlp_norms.post if own is None else own.norm
+        if scale is not None and post is None:
             raise NotFusable("a sum that is scaled, without a norm before it")
         return Block(
-            norm=norm(around.before),
-            qkv=join(anatomy.qkv, few, 1 if isinstance(anatomy, Anatomy) else WHOLE),
-            output=addition_of(anatomy.output, around.behind, few, norm),
-            mlp=mlp_of(anatomy.mlp, anatomy.mlp_norms, few, norm, None if inlet else scale),
-            intake=None if inlet is None else Intake.of(inlet, few, norm, scale),
+            norm=norm(around.pre),
+            qkv=join(spec.qkv, few, 1 if isinstance(spec, AttentionSpec) else WHOLE),
+            output=addition_of(spec.output, around.post, few, norm),
+            mlp=mlp_of(spec.mlp, spec.mlp_norms, few, norm, None if own else scale),
+            per_layer_input=None if own is None else PerLayerInput.of(own, few, norm, scale),
         )
 
     @property
@@ -118,12 +113,12 @@ class Block:
             qkv=self.qkv.unpacked,
             output=self.output.unpacked,
             mlp=self.mlp.unpacked,
-            intake=self.intake and self.intake.unpacked,
+            per_layer_input=self.per_layer_input and self.per_layer_input.unpacked,
         )
 
     @property
     def unpacked_bytes(self) -> int:
-        parts = (self.qkv, self.output, self.mlp, self.intake)
+        parts = (self.qkv, self.output, self.mlp, self.per_layer_input)
         return sum(part.unpacked_bytes for part in parts if part is not None)
 
     def heads(self, hidden: Ahead) -> mx.array:
@@ -138,7 +133,7 @@ class Block:
         return self.qkv.expected(self.norm), self.mlp.expected()
 
     def after(self, hidden: mx.array, attended: mx.array, own: Sequence[mx.array] = ()) -> mx.array:
-        """Return the layer's result. attended: (tokens, heads * dim). own: see `Intake`."""
+        """Return the layer's result. attended: (tokens, heads * dim). own: see `PerLayerInput`."""
         return self.launches_after(hidden, attended, None, own)[1].rows
 
     def launches_after(
@@ -154,7 +149,7 @@ class Block:
         """
         _, expected = self.expects(hidden.shape[0])
         before, added = self.output.launches(hidden, attended, expected)
-        last = self.intake
+        last = self.per_layer_input
         made, result = self.mlp.launches(added, following if last is None else None)
         launches = [*before, added.rows, *made]
         if last is None:
@@ -199,7 +194,7 @@ class Joint:
         few: kernels that multiply few rows, if the device has any.
         """
         links = [block.output.link(), *block.mlp.links()]
-        if block.intake is not None:
+        if block.per_layer_input is not None:
             links.append(None)
         if following is not None:
             links.append(following.qkv.link(following.norm))
@@ -213,7 +208,7 @@ class Joint:
     ) -> Joined:
         """Return the result of the layer's operations behind attention.
 
-        attended: (rows, heads * dim). own: see `Intake`.
+        attended: (rows, heads * dim). own: see `PerLayerInput`.
         """
         if self.chain is not None and hidden.shape[0] <= self.chain.most_rows:
             chained = self.chain(attended, hidden)
@@ -244,15 +239,15 @@ class Shared:
 
     following: (rows,) int32, `before` of the next step. lengths: (rows or more,) int32, tokens of
     each row, the newest included; 0 for padding. rotations: those of the newest tokens, by kind.
-    inlets: (rows, layers, width), if there are any. slots: (rows,) int32, the newest tokens' slots
-    on pages, -1 for padding; for layers whose kernels do not find the slots.
+    per_layer_inputs: (rows, layers, width), if there are any. slots: (rows,) int32, the newest
+    tokens' slots on pages, -1 for padding; for layers whose kernels do not find the slots.
     """
 
     following: mx.array
     lengths: mx.array
     rotations: Sequence[mx.array]
     slots: mx.array | None = None
-    inlets: mx.array | None = None
+    per_layer_inputs: mx.array | None = None
 
     def with_slots(self, table: mx.array, page_size: int) -> Shared:
         """Return a copy with the newest tokens' slots. table: the pages of each row."""
@@ -269,22 +264,22 @@ class Opening:
 
     embed: Callable[[mx.array], mx.array]
     rotations: Sequence[Rotation]
-    inlets: Inlets | None
+    per_layer: PerLayerEmbedding | None
     kernel: OpeningKernel | None
 
     @staticmethod
-    def of(common: Common, build: BuildOpening) -> Opening:
-        embed, rotations, inlets = common.embedded, common.rotations, common.inlets
-        dtype, table = common.layers[0].shape.dtype, table_of(common.embed)
+    def of(spec: DecoderSpec, build: BuildOpening) -> Opening:
+        embed, rotations, per_layer = spec.embedded, spec.rotations, spec.per_layer
+        dtype, table = spec.layers[0].shape.dtype, table_of(spec.embed)
         if table is None or table.dtype != dtype:
-            return Opening(embed, rotations, inlets, None)
+            return Opening(embed, rotations, per_layer, None)
         kinds = [
             Turning(2 * turn.frequencies.size, turn.traditional, turn.amplitude)
             for turn in rotations
         ]
-        kernel = build(table, kinds, common.scale)
+        kernel = build(table, kinds, spec.scale)
         built = None if isinstance(kernel, Unsupported) else kernel
-        return Opening(embed, rotations, inlets, built)
+        return Opening(embed, rotations, per_layer, built)
 
     def __call__(self, tokens: mx.array, before: mx.array) -> tuple[mx.array, Shared]:
         """Return the embeddings, (rows, width), and the arrays that layers share."""
@@ -297,11 +292,11 @@ class Opening:
             lengths = mx.where(before > 0, before + 1, 0)
             turns = [turn(before) for turn in self.rotations]
             hidden, shared = self.embed(tokens), Shared(lengths, lengths, turns)
-        return hidden, replace(shared, inlets=self.of_layers(tokens, hidden))
+        return hidden, replace(shared, per_layer_inputs=self.of_layers(tokens, hidden))
 
     def of_layers(self, tokens: mx.array, hidden: mx.array) -> mx.array | None:
-        """Return the layers' own inputs for `tokens`, or None if they have none; see `Inlets`."""
-        return None if self.inlets is None else self.inlets(tokens, hidden)
+        """Return the layers' own inputs for `tokens`, or None if they have none."""
+        return None if self.per_layer is None else self.per_layer(tokens, hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,13 +313,13 @@ class Ending:
     capped: Callable[[mx.array], mx.array]
 
     @staticmethod
-    def of(common: Common, few: ProductKernels | None) -> Ending:
+    def of(spec: DecoderSpec, few: ProductKernels | None) -> Ending:
         """Return the ending of `common`.
 
         few: kernels that multiply few rows, if the device has any.
         """
-        product = head(common.head, common.layers[0].shape.dtype, few)
-        return Ending(common.norm, product, common.vocabulary, common.capped)
+        product = head(spec.head, spec.layers[0].shape.dtype, few)
+        return Ending(spec.norm, product, spec.vocabulary, spec.capped)
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """Return the logits, (rows, vocabulary)."""
@@ -359,8 +354,8 @@ class Part(ABC):
         hidden = 4 * block.output.width + block.output.token_numbers
         heads = block.qkv.weight.shape[-2] + self._own_numbers
         size: int = block.norm.weight.dtype.size
-        of_intake = 0 if block.intake is None else block.intake.token_numbers
-        return size * (hidden + heads + block.mlp.token_numbers + of_intake)
+        of_input = 0 if block.per_layer_input is None else block.per_layer_input.token_numbers
+        return size * (hidden + heads + block.mlp.token_numbers + of_input)
 
     @property
     @abstractmethod
@@ -403,7 +398,7 @@ class Part(ABC):
         """Return the layer's result in a step with prompts in it.
 
         hidden: (tokens, width). texts: the spans of the plan, for recurrent layers. own: see
-        `Intake`. unpack: whether packed weights are made dense for the step.
+        `PerLayerInput`. unpack: whether packed weights are made dense for the step.
         """
         part = self.unpacked if unpack else self
         heads = part.block.heads(hidden)
@@ -431,29 +426,29 @@ class AttentionPart(Part):
     softcap: float | None
     window: int | None
     sinks: mx.array | None
-    temper: Temper | None
+    query_scaling: QueryScaling | None
 
     @staticmethod
-    def of(anatomy: Anatomy, block: Block, kernels: PagedKernels) -> AttentionPart:
-        """Return the part of the layer that `anatomy` describes.
+    def of(spec: AttentionSpec, block: Block, kernels: PagedKernels) -> AttentionPart:
+        """Return the part of the layer that `spec` describes.
 
         block: the same layer's products, joined. kernels: those for the layer's shape.
         """
         return AttentionPart(
             block=block,
-            head_norms=anatomy.head_weights,
-            rotary=anatomy.rotary,
+            head_norms=spec.head_weights,
+            rotary=spec.rotary,
             kernels=kernels,
-            scale=anatomy.scale,
-            softcap=anatomy.softcap,
-            window=anatomy.window,
-            sinks=anatomy.sinks,
-            temper=anatomy.temper,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            window=spec.window,
+            sinks=spec.sinks,
+            query_scaling=spec.query_scaling,
         )
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        scores = (self.scale, self.softcap, self.sinks is not None, self.temper)
+        scores = (self.scale, self.softcap, self.sinks is not None, self.query_scaling)
         return (self.kernels.shape, self.window, *scores, self.rotary)
 
     @property
@@ -478,7 +473,7 @@ class AttentionPart(Part):
     ) -> mx.array:
         keys, values = pool
         if step.far:
-            heads = self._tempered(heads, shared.following - 1)
+            heads = self._scaled(heads, shared.following - 1)
         fresh = (heads, shared.rotations[rotation], self.head_norms)
         how: dict[str, Any] = {
             "scale": self.scale,
@@ -505,8 +500,8 @@ class AttentionPart(Part):
         plan: StepPlan,
         texts: Texts | None,
     ) -> mx.array:
-        if self.temper is not None and plan.longest > self.temper.tokens:
-            heads = self._tempered(heads, plan.positions)
+        if self.query_scaling is not None and plan.longest > self.query_scaling.tokens:
+            heads = self._scaled(heads, plan.positions)
         queries = self.kernels.rotate_and_write(
             heads,
             rotation,
@@ -519,13 +514,13 @@ class AttentionPart(Part):
         attended = attend(queries, store, plan, self.scale, self.window, self.sinks, self.softcap)
         return self._gated(attended.reshape(heads.shape[0], -1), heads)
 
-    def _tempered(self, heads: mx.array, positions: mx.array) -> mx.array:
+    def _scaled(self, heads: mx.array, positions: mx.array) -> mx.array:
         """Return `heads` of tokens at `positions`, (tokens,), with the queries among them
-        multiplied by `temper`'s factors."""
-        if self.temper is None:
+        multiplied by `query_scaling`'s factors."""
+        if self.query_scaling is None:
             return heads
         of = self.kernels.shape
-        factors = self.temper(mx.maximum(positions, 0)).astype(heads.dtype)[:, None]
+        factors = self.query_scaling(mx.maximum(positions, 0)).astype(heads.dtype)[:, None]
         are_queries = mx.arange(heads.shape[1]) < of.q_heads * of.head_dim
         return mx.where(are_queries, heads * factors, heads)
 
@@ -658,8 +653,8 @@ class Repeated:
     ) -> tuple[mx.array, mx.array]:
         """Return the result of any layer of this kind, and `written` of its store.
 
-        own_inputs: see `Intake`. arrays, pages: those of that layer, and of its store. texts,
-        unpack: see `Part.ragged`.
+        own_inputs: see `PerLayerInput`. arrays, pages: those of that layer, and of its store.
+        texts, unpack: see `Part.ragged`.
         """
         own = store.alike(pages)
         part = made_of(self.part, arrays)

@@ -24,14 +24,6 @@ from mlx_manager.mlx_server.devices.cuda.matmul.sums import SumKernels, Two
 from mlx_manager.mlx_server.devices.cuda.moe.experts import ExpertKernels
 from mlx_manager.mlx_server.execution.alike import arrays_of, made_of
 from mlx_manager.mlx_server.execution.decoder.additions import Addition, NormFor, addition_of
-from mlx_manager.mlx_server.execution.decoder.anatomy import (
-    AnyMlp,
-    Gates,
-    GatesAndRoutes,
-    Norms,
-    NotFusable,
-    Routes,
-)
 from mlx_manager.mlx_server.execution.decoder.projections import (
     Normed,
     Projection,
@@ -40,6 +32,14 @@ from mlx_manager.mlx_server.execution.decoder.projections import (
     norm_of,
     packing_of,
 )
+from mlx_manager.mlx_server.execution.spec.layers import Norms
+from mlx_manager.mlx_server.execution.spec.mlps import (
+    FeedForwardSpec,
+    MLPAndMoESpec,
+    MLPSpec,
+    MoESpec,
+)
+from mlx_manager.mlx_server.execution.spec.parts import NotFusable
 
 
 class Mlp(ABC):
@@ -182,13 +182,13 @@ class AddedBesideExperts(Addition):
 
 
 def mlp_of(
-    anatomy: AnyMlp,
+    spec: FeedForwardSpec,
     norms: Norms,
     few: ProductKernels | None,
     norm_for: NormFor,
     scale: mx.array | None = None,
 ) -> Mlp:
-    """Return the MLP that `anatomy` describes. The module's weights become views of the joined
+    """Return the MLP that `spec` describes. The module's weights become views of the joined
     ones: see `join`.
 
     norms: those around the MLP. few: kernels that multiply few rows, if the device has any. scale:
@@ -197,59 +197,57 @@ def mlp_of(
     Raises:
         NotFusable: no kernels multiply the experts, or a norm is behind experts alone.
     """
-    match anatomy:
-        case Gates():
-            down = addition_of(anatomy.down, norms.behind, few, norm_for, scale)
-            return _gated(anatomy, down, norm_for(norms.before), few)
-        case GatesAndRoutes():
-            down = _beside(anatomy, norms, few, scale)
-            return _gated(anatomy.gates, down, norm_for(norms.before), few)
-        case Routes():
-            if norms.behind is not None:
+    match spec:
+        case MLPSpec():
+            down = addition_of(spec.down, norms.post, few, norm_for, scale)
+            return _gated(spec, down, norm_for(norms.pre), few)
+        case MLPAndMoESpec():
+            down = _beside(spec, norms, few, scale)
+            return _gated(spec.mlp, down, norm_for(norms.pre), few)
+        case MoESpec():
+            if norms.post is not None:
                 raise NotFusable("a norm behind experts")
-            return _routed(anatomy, norms.before, few)
+            return _routed(spec, norms.pre, few)
 
 
-def _gated(
-    anatomy: Gates, down: Addition, norm: nn.RMSNorm, few: ProductKernels | None
-) -> GatedMlp:
-    return GatedMlp(norm, join(anatomy.gate_up, few), anatomy.activation, down)
+def _gated(spec: MLPSpec, down: Addition, norm: nn.RMSNorm, few: ProductKernels | None) -> GatedMlp:
+    return GatedMlp(norm, join(spec.gate_up, few), spec.activation, down)
 
 
 def _beside(
-    anatomy: GatesAndRoutes, norms: Norms, few: ProductKernels | None, scale: mx.array | None
+    spec: MLPAndMoESpec, norms: Norms, few: ProductKernels | None, scale: mx.array | None
 ) -> AddedBesideExperts:
-    norm = norms.behind
-    if norm is None or any(each.eps != norm.eps for each in anatomy.behind):
+    norm = norms.post
+    if norm is None or any(each.eps != norm.eps for each in spec.post):
         raise NotFusable("norms behind experts and an MLP that differ")
-    routed = _routed(anatomy.routes, anatomy.before, few)
+    routed = _routed(spec.moe, spec.pre, few)
     if few is None or not few.sums.serves(norm.weight.size):
         raise NotFusable("experts beside an MLP of a width that the kernels do not serve")
-    product = join([anatomy.gates.down], few)
-    return AddedBesideExperts(product, routed, anatomy.behind, norm, few.sums, scale)
+    product = join([spec.mlp.down], few)
+    return AddedBesideExperts(product, routed, spec.post, norm, few.sums, scale)
 
 
-def _routed(anatomy: Routes, norm: nn.RMSNorm, few: ProductKernels | None) -> RoutedMlp:
+def _routed(spec: MoESpec, norm: nn.RMSNorm, few: ProductKernels | None) -> RoutedMlp:
     if few is None:
         raise NotFusable("experts, for which this device has no kernels")
-    joined, choice = _Joined(anatomy), anatomy.choice
+    joined, routing = _Joined(spec), spec.routing
     dtype, shared = norm.weight.dtype, joined.times
     experts = Experts(
         joined.router.astype(dtype),
-        flat(made_of(stored_in(anatomy.gate_up[0]), joined.gates_and_ups)),
-        flat(made_of(stored_in(anatomy.down), joined.down)),
-        choice.chosen + shared,
-        choice.normalised,
-        anatomy.activation,
-        anatomy.router.bias.astype(dtype) if "bias" in anatomy.router else None,
-        _biases(anatomy, dtype),
+        flat(made_of(stored_in(spec.gate_up[0]), joined.gates_and_ups)),
+        flat(made_of(stored_in(spec.down), joined.down)),
+        routing.chosen + shared,
+        routing.normalised,
+        spec.activation,
+        spec.router.bias.astype(dtype) if "bias" in spec.router else None,
+        _biases(spec, dtype),
         shared,
-        choice.scoring,
-        None if choice.correction is None else choice.correction.astype(mx.float32),
-        choice.scale,
-        choice.least,
-        None if anatomy.router_norm is None else anatomy.router_norm.astype(dtype),
-        None if choice.scales is None else choice.scales.astype(mx.float32),
+        routing.scoring,
+        None if routing.bias is None else routing.bias.astype(mx.float32),
+        routing.scale,
+        routing.least,
+        None if spec.router_norm is None else spec.router_norm.astype(dtype),
+        None if routing.expert_scale is None else routing.expert_scale.astype(mx.float32),
     )
     if not few.experts.serves(experts):
         raise NotFusable("experts that the kernels do not serve")
@@ -264,13 +262,13 @@ class _Joined:
     without the shared experts if these have no gate. times: the number of shared experts.
     """
 
-    def __init__(self, anatomy: Routes) -> None:
-        self._anatomy = anatomy
-        shared = self._shared = anatomy.shared
+    def __init__(self, spec: MoESpec) -> None:
+        self._spec = spec
+        shared = self._shared = spec.shared
         self.times = 0 if shared is None else shared.times
-        pairs = [arrays_of(stored_in(layer)) for layer in anatomy.gate_up]
-        self.down = arrays_of(stored_in(anatomy.down))
-        self.router = _dense(anatomy.router)
+        pairs = [arrays_of(stored_in(layer)) for layer in spec.gate_up]
+        self.down = arrays_of(stored_in(spec.down))
+        self.router = _dense(spec.router)
         if shared is not None:
             for layer, arrays in zip(shared.gate_up, pairs, strict=True):
                 arrays[:] = map(self._behind, arrays, arrays_of(stored_in(layer)))
@@ -287,7 +285,7 @@ class _Joined:
 
     def hand_back(self) -> None:
         """Make the module's weights views of the joined arrays."""
-        of, shared = self._anatomy, self._shared
+        of, shared = self._spec, self._shared
         for number, layer in enumerate(of.gate_up):
             _give(
                 layer, [part[number, : part.shape[1] - self.times] for part in self.gates_and_ups]
@@ -312,13 +310,13 @@ def _give(layer: nn.Module, arrays: list[mx.array]) -> None:
     layer.update(dict(zip(PARTS, arrays, strict=False)))
 
 
-def _biases(anatomy: Routes, dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
+def _biases(spec: MoESpec, dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
     """Return the biases as `Experts` has them, or None: all three layers have biases, or none
     has."""
-    if "bias" not in anatomy.down:
+    if "bias" not in spec.down:
         return None
     gates, ups, downs = (
-        layer.bias.astype(dtype).reshape(-1) for layer in (*anatomy.gate_up, anatomy.down)
+        layer.bias.astype(dtype).reshape(-1) for layer in (*spec.gate_up, spec.down)
     )
     return mx.concatenate([gates, ups]), downs
 

@@ -10,17 +10,12 @@ from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Packed, Weight
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import knows
 from mlx_manager.mlx_server.devices.kernel import Unsupported
-from mlx_manager.mlx_server.execution.decoder.anatomy import (
-    Anatomy,
-    Common,
-    Gates,
-    GatesAndRoutes,
-    Latents,
-    NotFusable,
-    Routes,
-)
 from mlx_manager.mlx_server.execution.decoder.mlps import flat, stored_in
 from mlx_manager.mlx_server.execution.decoder.projections import packing_of
+from mlx_manager.mlx_server.execution.spec.decoder import DecoderSpec
+from mlx_manager.mlx_server.execution.spec.layers import AttentionSpec, MLASpec
+from mlx_manager.mlx_server.execution.spec.mlps import MLPAndMoESpec, MLPSpec, MoESpec
+from mlx_manager.mlx_server.execution.spec.parts import NotFusable
 
 _PACKED = (nn.QuantizedLinear, QuantizedSwitchLinear)
 # Tokens a page; the answer does not depend on it.
@@ -35,37 +30,37 @@ def multiplies_packed(model: nn.Module) -> bool:
     if not packed or isinstance(cuda_device(), Unsupported):
         return False
     try:
-        common = Common.of(model, _PAGE_SIZE)
+        spec = DecoderSpec.of(model, _PAGE_SIZE)
     except NotFusable:
         return False
-    return common.layers[0].shape.dtype in TYPES and are_served(common)
+    return spec.layers[0].shape.dtype in TYPES and are_served(spec)
 
 
-def are_served(common: Common) -> bool:
+def are_served(spec: DecoderSpec) -> bool:
     """Return whether there are kernels for all packed weights of a decoder's layers and its head.
 
     Where there are experts, some layers may be packed and others not, each in its own way. A
     decoder without experts is served if all its weights are packed alike: then a layer is
     multiplied in one launch, which is worth it.
     """
-    found: list[Weight | None] = [_packed(common.head)]
+    found: list[Weight | None] = [_packed(spec.head)]
     joined: list[Weight | None] = []
     experts: list[Weight] = []
-    for anatomy in common.layers:
-        found.append(_packed(anatomy.output))
+    for layer in spec.layers:
+        found.append(_packed(layer.output))
         # Projections of layers other than common attention are joined, and padded to as many
         # outputs as the kernels need.
-        first = found if isinstance(anatomy, Anatomy) else joined
-        first += [_packed(layer) for layer in anatomy.qkv]
-        if isinstance(anatomy, Latents) and anatomy.queries is not None:
-            found.append(_packed(anatomy.queries))
-        of = anatomy.mlp
-        for mlp in (of.gates, of.routes) if isinstance(of, GatesAndRoutes) else (of,):
+        first = found if isinstance(layer, AttentionSpec) else joined
+        first += [_packed(linear) for linear in layer.qkv]
+        if isinstance(layer, MLASpec) and layer.queries is not None:
+            found.append(_packed(layer.queries))
+        of = layer.mlp
+        for mlp in (of.mlp, of.moe) if isinstance(of, MLPAndMoESpec) else (of,):
             match mlp:
-                case Gates(gate_up=gate_up, down=down):
-                    found += [_packed(layer) for layer in (*gate_up, down)]
-                case Routes(gate_up=gate_up, down=down):
-                    experts += [flat(stored_in(layer)) for layer in (*gate_up, down)]
+                case MLPSpec(gate_up=gate_up, down=down):
+                    found += [_packed(linear) for linear in (*gate_up, down)]
+                case MoESpec(gate_up=gate_up, down=down):
+                    experts += [flat(stored_in(linear)) for linear in (*gate_up, down)]
     alone = [weight for weight in found if isinstance(weight, Packed)]
     weights = [*alone, *(weight for weight in joined if isinstance(weight, Packed))]
     if not (all(map(ProductKernels.serves, alone)) and all(map(knows, [*weights, *experts]))):

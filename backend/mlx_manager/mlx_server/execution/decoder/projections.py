@@ -390,8 +390,9 @@ def _geglu(gate: mx.array, up: mx.array) -> mx.array:
 def join(linears: Sequence[nn.Module], few: ProductKernels | None, multiple: int = 1) -> Projection:
     """Return one product for several layers of the same input.
 
-    The layers' weights become views of the joined ones, lazily: both exist until `Anatomy.weights`
-    are evaluated. The outputs are filled up by zeros to a multiple of `multiple`.
+    The layers' weights become views of the joined ones, lazily: both exist until
+    `LayerSpec.weights` are evaluated. The outputs are filled up by zeros to a multiple of
+    `multiple`.
     """
     first = linears[0]
     joined = dict(first)

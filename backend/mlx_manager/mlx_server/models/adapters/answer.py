@@ -8,9 +8,7 @@ from typing import Any
 
 from mlx_manager.mlx_server.core import Conversation
 from mlx_manager.mlx_server.formats import CallFormat, Region
-
-Marks = tuple[str, str]
-"""The texts before and after thinking."""
+from mlx_manager.mlx_server.models.family import Marks
 
 Edges = Mapping[Region, tuple[tuple[str, Region], ...]]
 

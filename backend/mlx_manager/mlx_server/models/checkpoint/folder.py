@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.models.checkpoint.weight_files import (
     headers_of,
     weight_files,
 )
+from mlx_manager.mlx_server.models.families import CONFIG
 from mlx_manager.mlx_server.utils.text import encodable
 
 READ_BY_NAME = ("*.json", "*.jsonl", "*.py", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.model")
@@ -150,8 +151,8 @@ def context_length(config: Mapping[str, Any], tokenizer_length: int | None = Non
         return length
     kind = rope.get("rope_type") or rope.get("type") or "default"
     factor = rope.get("factor")
-    # Gemma 3 extends by a linear factor that its max_position_embeddings counts.
-    counted = kind in EXTENDED_ROPES or str(text.get("model_type", "")).startswith("gemma3")
+    counts = str(text.get("model_type", "")).startswith(CONFIG.extended)
+    counted = kind in EXTENDED_ROPES or counts
     if counted or not isinstance(factor, int | float) or factor <= 0:
         return length
     if kind == "yarn":

@@ -10,23 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mlx_manager.mlx_server.errors import ModelNotSupported
+from mlx_manager.mlx_server.models.families import CONFIG
 
 EITHER = ("num_experts", "num_local_experts")
 """Two names of one setting, of which transformers 5 always writes `num_local_experts`."""
-PERIODS = {
-    "cohere2": "sliding_window_pattern",
-    "gemma3_text": "sliding_window_pattern",
-    "qwen3_5": "full_attention_interval",
-    "qwen3_5_text": "full_attention_interval",
-    "qwen3_5_moe": "full_attention_interval",
-    "qwen3_5_moe_text": "full_attention_interval",
-    "qwen3_next": "full_attention_interval",
-}
-"""The setting, by `model_type`, of the number of layers of which the last has full attention."""
 EVERY_FROM_THE_FIRST = {"modernbert": "global_attn_every_n_layers"}
-"""The same setting where the first of so many layers has full attention."""
+"""As `ConfigFacts.periods`, where the first of so many layers has full attention."""
 FULL = "full_attention"
-HYBRID_NAMES = {"linear_attention": "mamba", FULL: "attention"}
 
 
 def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,11 +38,13 @@ def _missing(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     kinds, model_type = config.get("layer_types"), config.get("model_type")
     if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not kinds:
         return
-    if model_type == "granitemoehybrid":
-        yield "layer_types", [HYBRID_NAMES.get(kind, kind) for kind in kinds]
-    if isinstance(model_type, str) and (name := PERIODS.get(model_type)):
+    if not isinstance(model_type, str):
+        return
+    if names := CONFIG.layer_types.get(model_type):
+        yield "layer_types", [names.get(kind, kind) for kind in kinds]
+    if name := CONFIG.periods.get(model_type):
         yield name, period(kinds, model_type)
-    if isinstance(model_type, str) and (name := EVERY_FROM_THE_FIRST.get(model_type)):
+    if name := EVERY_FROM_THE_FIRST.get(model_type):
         yield name, period([*kinds[1:], kinds[0]], model_type)
 
 

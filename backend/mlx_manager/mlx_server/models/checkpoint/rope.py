@@ -14,14 +14,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed
+from mlx_manager.mlx_server.models.families import CONFIG
 
 Settings = Mapping[str, Any]
 
 PARAMETERS = "rope_parameters"
 SECTIONS = ("text_config", "language_config", "llm_config")
 """Keys under which a model that also sees or hears has the settings of its text model."""
-NESTED_READERS = ("gemma4_text", "laguna", "mellum", "spark2_5")
-"""The `model_type`s whose classes read `rope_parameters` by type of layer; others read it flat."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 GLOBAL_BASES = ("rope_theta", "rotary_emb_base", "global_rope_theta")
@@ -55,7 +54,7 @@ def rotations(config: Settings) -> dict[str, dict[str, Any]]:
         ModelLoadFailed: a setting has an unknown form; the message names it.
     """
     written = _written(config)
-    if not written and config.get("model_type") in NESTED_READERS:
+    if not written and config.get("model_type") in CONFIG.rope_by_layer:
         # These classes have defaults by type of layer, which a base without a type leaves alone.
         return {}
     nested = {kind: rope for kind, rope in written.items() if isinstance(rope, Mapping)}
@@ -156,7 +155,7 @@ def _rotary_dim(config: Settings, part: float) -> Iterator[tuple[str, int]]:
 
 def _parameters(config: Settings, found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return `rope_parameters` as the config's class reads it."""
-    if config.get("model_type") not in NESTED_READERS:
+    if config.get("model_type") not in CONFIG.rope_by_layer:
         alike = [rope for rope in found.values() if rope != next(iter(found.values()))] == []
         return dict(next(iter(found.values()))) if alike else dict(found)
     if "" not in found:

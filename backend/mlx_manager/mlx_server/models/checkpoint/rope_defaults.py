@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_manager.mlx_server.models.checkpoint.rope import NESTED_READERS, rotations
+from mlx_manager.mlx_server.models.checkpoint.rope import rotations
+from mlx_manager.mlx_server.models.families import CONFIG
 
 
 def with_base(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def _base(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if any("rope_theta" in rope for rope in found.values()):
         return {}
-    if not found and config.get("model_type") in NESTED_READERS:
+    if not found and config.get("model_type") in CONFIG.rope_by_layer:
         return {}
     default = default_base(str(config.get("model_type", "")))
     if isinstance(default, Mapping):

@@ -30,7 +30,7 @@ from mlx_manager.mlx_server.errors import (
     ModelTooLarge,
     OutOfMemory,
 )
-from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
+from mlx_manager.mlx_server.models.adapters import Adapter, get_adapter
 from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.checkpoint.building import Plan, build, planned
@@ -75,7 +75,7 @@ class LoadedModel:
     model: nn.Module
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
-    adapter: ModelAdapter
+    adapter: Adapter
     family: str
     context_length: int
     vocabulary: int
@@ -207,7 +207,7 @@ class PreparedText:
 
     checked: CheckedText
     tokenizer: TokenizerWrapper
-    adapter: ModelAdapter
+    adapter: Adapter
 
 
 def prepared_text(

@@ -14,9 +14,9 @@ from mlx import nn
 
 from mlx_manager.mlx_server.devices import kernel
 from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
-from mlx_manager.mlx_server.execution.decoder.anatomy import Common
 from mlx_manager.mlx_server.execution.decoder.layers import Block
 from mlx_manager.mlx_server.execution.decoder.projections import Normed, Sum, norm_of
+from mlx_manager.mlx_server.execution.spec.decoder import DecoderSpec
 
 F16 = mx.float16
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_experts": 40, "top_k_experts": 8}
@@ -81,7 +81,7 @@ def test_experts_beside_an_mlp_are_six_launches_that_give_what_the_module_does(p
     model.set_dtype(F16)
     module = deepcopy(model.layers[1])
     module.set_dtype(mx.float32)
-    layers = Common.of(model, 16).layers
+    layers = DecoderSpec.of(model, 16).layers
     block = Block.of(layers[1], ProductKernels(F16, H200))
     following = layers[2].attention_norms.before
     for rows in (1, 5, 70):

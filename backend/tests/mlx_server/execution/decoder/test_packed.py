@@ -6,8 +6,8 @@ import pytest
 from execution.decoder.common_decoders import EXPERTS, SHORTS, make
 from mlx import nn
 
-from mlx_manager.mlx_server.execution.decoder.anatomy import Common
 from mlx_manager.mlx_server.execution.decoder.packed import are_served, multiplies_packed
+from mlx_manager.mlx_server.execution.spec.decoder import DecoderSpec
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 384, "num_attention_heads": 2}
 
@@ -25,7 +25,7 @@ def packed(changes, different=lambda name: {}, **quantization):
 
 
 def served(model):
-    return are_served(Common.of(model, 16))
+    return are_served(DecoderSpec.of(model, 16))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

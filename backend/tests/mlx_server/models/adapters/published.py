@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from mlx_manager.mlx_server.core import Conversation
-from mlx_manager.mlx_server.models.adapters import ModelAdapter
+from mlx_manager.mlx_server.models.adapters import Adapter
 
 TEMPLATES = Path(__file__).parents[5].parent / "shared" / "templates"
 REDUCED_TEMPLATES = Path(__file__).parent / "reduced"
@@ -135,7 +135,7 @@ def loaded(name: str) -> tuple[dict[str, Any], TokenizerWrapper]:
 
 
 def prompt_ids(
-    adapter: ModelAdapter, conversation: Conversation, tokenizer: TokenizerWrapper
+    adapter: Adapter, conversation: Conversation, tokenizer: TokenizerWrapper
 ) -> list[int]:
     """The tokens that the model gets to see."""
     return adapter.encode_text(adapter.render_text(conversation, tokenizer), tokenizer)

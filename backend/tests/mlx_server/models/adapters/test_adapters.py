@@ -1,4 +1,4 @@
-"""Families, turn ends and raw prompts, without any published template."""
+"""Turn ends and raw prompts, without any published template."""
 
 from __future__ import annotations
 
@@ -16,60 +16,11 @@ from mlx_manager.mlx_server.core import Conversation, Message, ToolCall
 from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest, MLXManagerError
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.adapters import (
-    DefaultAdapter,
+    Adapter,
     LlamaAdapter,
-    detect_model_family,
     get_adapter,
 )
 from mlx_manager.mlx_server.models.adapters.answer import answer_edges, region_of
-
-
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        ("mlx-community/Llama-3.2-3B-Instruct-4bit", "llama"),
-        ("codellama/CodeLlama-7b-Instruct-hf", "llama"),
-        ("mlx-community/Qwen2.5-7B-Instruct-4bit", "qwen"),
-        ("Qwen/QwQ-32B", "qwen"),
-        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mistral"),
-        ("mistralai/Devstral-Small-2507", "mistral"),
-        ("google/gemma-2-2b-it", "gemma"),
-        ("microsoft/Phi-3.5-mini-instruct", "phi"),
-        ("zai-org/GLM-4.6", "glm"),
-        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "deepseek"),
-        ("openai/gpt-oss-20b", "gpt-oss"),
-        ("ibm-granite/granite-3.3-2b-instruct", "granite"),
-        ("tencent/Hunyuan-7B-Instruct", "hunyuan"),
-        ("EleutherAI/pythia-70m", "default"),
-    ],
-)
-def test_a_family_is_found_by_name(name: str, family: str) -> None:
-    assert detect_model_family(name) == family
-    assert get_adapter(name).family == family
-    assert get_adapter(None, name).family == family
-
-
-@pytest.mark.parametrize(
-    ("model_type", "family"),
-    [
-        ("llama", "llama"),
-        ("llama4_text", "llama"),
-        ("qwen3_moe", "qwen"),
-        ("ministral3", "mistral"),
-        ("gemma3_text", "gemma"),
-        ("phi3", "phi"),
-        ("phimoe", "phi"),
-        ("glm4_moe", "glm"),
-        ("deepseek_v3", "deepseek"),
-        ("gpt_oss", "gpt-oss"),
-        ("granitemoehybrid", "granite"),
-        ("hunyuan_v1_dense", "hunyuan"),
-        ("mamba2", "default"),
-    ],
-)
-def test_the_config_decides_before_the_name(model_type: str, family: str) -> None:
-    assert detect_model_family({"model_type": model_type}) == family
-    assert get_adapter({"model_type": model_type}, "my/Llama-like").family == family
 
 
 def test_the_template_text_comes_from_the_tokenizer() -> None:
@@ -135,7 +86,7 @@ def test_a_template_that_forgets_the_bos_gets_the_tokenizers(tmp_path: Path) -> 
 def test_the_turn_end_is_learned_from_the_template(tmp_path: Path) -> None:
     tokenizer = make(tmp_path, Published("x", "mamba2", "<s>", "</s>"), CHATML)
     adapter = get_adapter({"model_type": "mamba2"}, "x", tokenizer)
-    assert type(adapter) is DefaultAdapter
+    assert type(adapter) is Adapter
     names = tokenizer.convert_ids_to_tokens(adapter.get_stop_tokens(tokenizer))
     assert names == ["</s>", "<|im_end|>"]
 

@@ -18,7 +18,7 @@ from models.adapters.published import NAMES, REDUCED_NAMES, Published, loaded, w
 
 from mlx_manager.mlx_server.core import Conversation, Message, Tool, ToolCall
 from mlx_manager.mlx_server.errors import InvalidRequest
-from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
+from mlx_manager.mlx_server.models.adapters import Adapter, get_adapter
 
 GLM, SMALL, HERMES, QWQ, QWEN25, QWEN3, R1, GEMMA, GRANITE, LLAMA31, LLAMA32, PHI, NEMO, OSS = NAMES
 ALL_NAMES = [*NAMES, *REDUCED_NAMES]
@@ -48,7 +48,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @cache
-def model(name: str) -> tuple[ModelAdapter, TokenizerWrapper]:
+def model(name: str) -> tuple[Adapter, TokenizerWrapper]:
     config, tokenizer = loaded(name)
     return get_adapter(config, name, tokenizer), tokenizer
 

@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from mlx_manager.mlx_server.errors import UnsupportedParameter
-from mlx_manager.mlx_server.models.adapters import DefaultAdapter
+from mlx_manager.mlx_server.models.adapters import Adapter
 
 
 def tokenizer_with(*special: str) -> PreTrainedTokenizerFast:
@@ -41,10 +41,10 @@ def tokenizer_with(*special: str) -> PreTrainedTokenizerFast:
 )
 def test_the_middle_is_asked_for_in_the_models_own_way(names: tuple[str, ...], written: str):
     tokenizer = tokenizer_with(*names)
-    ids = DefaultAdapter().encode_infill("a b", "z", tokenizer)
+    ids = Adapter().encode_infill("a b", "z", tokenizer)
     assert tokenizer.convert_ids_to_tokens(ids) == written.split()
 
 
 def test_a_model_without_the_tokens_refuses_a_suffix():
     with pytest.raises(UnsupportedParameter, match="suffix"):
-        DefaultAdapter().encode_infill("a", "z", tokenizer_with("<fim_prefix>"))
+        Adapter().encode_infill("a", "z", tokenizer_with("<fim_prefix>"))

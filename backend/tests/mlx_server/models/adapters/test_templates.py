@@ -31,14 +31,16 @@ from mlx_manager.mlx_server.core import (
     ToolCall,
     ToolChoice,
 )
-from mlx_manager.mlx_server.models.adapters import ModelAdapter, get_adapter
+from mlx_manager.mlx_server.models.adapters import Adapter, get_adapter
 from mlx_manager.mlx_server.text.detokenizer import TokenTexts
 from mlx_manager.mlx_server.text.grammar.guide import Masks
 from mlx_manager.mlx_server.text.grammar.matchers import Mask
 from mlx_manager.mlx_server.text.output_parser import OutputParser
 
-GLM, SMALL, HERMES, QWQ, QWEN25, QWEN3, R1, GEMMA, GRANITE, LLAMA31, LLAMA32, PHI, NEMO, OSS = NAMES
-SEED, COMMAND, NEMOTRON, PHI4, A13B, HUNYUAN, OLMO, APERTUS, INTERNLM = REDUCED_NAMES
+GLM, SMALL, HERMES, QWQ, QWEN25, QWEN3, R1, GEMMA, GRANITE, LLAMA31, LLAMA32, PHI, NEMO, OSS, *_ = (
+    NAMES
+)
+SEED, COMMAND, NEMOTRON, PHI4, A13B, HUNYUAN, OLMO, APERTUS, INTERNLM, *_ = REDUCED_NAMES
 
 WEATHER = Tool(
     "get_weather",
@@ -65,7 +67,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def model(name: str) -> tuple[ModelAdapter, TokenizerWrapper]:
+def model(name: str) -> tuple[Adapter, TokenizerWrapper]:
     config, tokenizer = loaded(name)
     return get_adapter(config, name, tokenizer), tokenizer
 
@@ -404,7 +406,7 @@ def tokens_in(mask: Mask) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
-def deepseek_32(folder: Path) -> tuple[ModelAdapter, TokenizerWrapper]:
+def deepseek_32(folder: Path) -> tuple[Adapter, TokenizerWrapper]:
     published = Published(
         "x", "deepseek_v32", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", ("｜DSML｜",)
     )

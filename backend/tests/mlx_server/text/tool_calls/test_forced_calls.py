@@ -26,8 +26,8 @@ from mlx_manager.mlx_server.errors import InvalidParameter
 from mlx_manager.mlx_server.formats import Aside, OutputFormat, Region
 from mlx_manager.mlx_server.models.adapters import tool_syntax
 from mlx_manager.mlx_server.models.adapters.answer import kept_tokens
-from mlx_manager.mlx_server.models.adapters.families import HARMONY_ENDS, HARMONY_HEADER
 from mlx_manager.mlx_server.models.adapters.messages import template_tools
+from mlx_manager.mlx_server.models.families.gpt_oss import HARMONY
 from mlx_manager.mlx_server.text.detokenizer import TokenTexts
 from mlx_manager.mlx_server.text.grammar.matchers import Grammars, fill_masks
 from mlx_manager.mlx_server.text.output_parser import OutputParser
@@ -132,15 +132,15 @@ def output_of(case: Case, tokenizer: Any, tools: tuple[Tool, ...]) -> OutputForm
         }
     harmony = case.name == "harmony"
     if harmony:
-        edges = {"content": HARMONY_ENDS, "reasoning": HARMONY_ENDS}
+        edges = HARMONY.edges
     return OutputFormat(
         edges=edges,
         initial=case.initial,
-        header=HARMONY_HEADER if harmony else None,
+        header=HARMONY.header if harmony else None,
         channels={"analysis": "reasoning"} if harmony else {},
         calls=form,
         offered={tool.name: tool.parameters for tool in tools},
-        keep=kept_tokens(tokenizer, edges, form, HARMONY_HEADER if harmony else ""),
+        keep=kept_tokens(tokenizer, edges, form, HARMONY.header if harmony else ""),
     )
 
 

@@ -20,9 +20,9 @@ from mlx_manager.mlx_server.devices.cuda.attention.opening import (
 )
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Packed, arrays_of
 from mlx_manager.mlx_server.devices.kernel import Unsupported
-from mlx_manager.mlx_server.execution.decoder.anatomy import Common
 from mlx_manager.mlx_server.execution.decoder.layers import Opening
 from mlx_manager.mlx_server.execution.decoder.projections import table_of
+from mlx_manager.mlx_server.execution.spec.decoder import DecoderSpec
 
 F32, I32, U32 = mx.float32, mx.int32, mx.uint32
 DTYPES = (mx.bfloat16, mx.float16)
@@ -122,9 +122,9 @@ def test_embeddings_lengths_and_rotations_are_those_of_the_operations(kernels, d
 def test_a_models_steps_begin_as_by_operations(compile_cuda, name):
     model = make(*MODELS[name])
     model.set_dtype(mx.bfloat16)
-    common = Common.of(model, 16)
-    opening = Opening.of(common, partial(emulated_kernel, compile_cuda))
-    by_operations = Opening.of(common, lambda *_: Unsupported("no GPU here"))
+    spec = DecoderSpec.of(model, 16)
+    opening = Opening.of(spec, partial(emulated_kernel, compile_cuda))
+    by_operations = Opening.of(spec, lambda *_: Unsupported("no GPU here"))
     given = mx.array([96, 3, 0], mx.uint32), mx.array([2000, 1, 0], mx.int32)
     (hidden, shared), (expected, by) = opening(*given), by_operations(*given)
     assert mx.array_equal(hidden, expected)
@@ -155,11 +155,11 @@ def test_a_packed_models_steps_begin_as_by_operations(compile_cuda, name):
     model = make(*MODELS[name])
     model.set_dtype(mx.bfloat16)
     nn.quantize(model, group_size=32, bits=4)
-    common = Common.of(model, 16)
-    opening = Opening.of(common, partial(emulated_kernel, compile_cuda))
-    by_operations = Opening.of(common, lambda *_: Unsupported("no GPU here"))
+    spec = DecoderSpec.of(model, 16)
+    opening = Opening.of(spec, partial(emulated_kernel, compile_cuda))
+    by_operations = Opening.of(spec, lambda *_: Unsupported("no GPU here"))
     given = mx.array([96, 3, 0], mx.uint32), mx.array([2000, 1, 0], mx.int32)
-    atol = 2e-3 * (common.scale or 1)
+    atol = 2e-3 * (spec.scale or 1)
     assert mx.allclose(opening(*given)[0], by_operations(*given)[0], rtol=1e-2, atol=atol)
 
 

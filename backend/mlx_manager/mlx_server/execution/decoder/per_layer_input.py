@@ -1,4 +1,4 @@
-"""Addition of a layer's own input for each token, behind its MLP: see `anatomy.Inlet`."""
+"""Addition of a layer's own input for each token, behind its MLP: see `PerLayerInputSpec`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mlx import nn
 from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Norm
 from mlx_manager.mlx_server.execution.decoder.additions import Addition, NormFor, addition_of
-from mlx_manager.mlx_server.execution.decoder.anatomy import Inlet
 from mlx_manager.mlx_server.execution.decoder.projections import Projection, Sum, join
+from mlx_manager.mlx_server.execution.spec.layers import PerLayerInputSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
+class PerLayerInput:
     """Gate for a layer's own input, and the product back to the residual. The argument `own` of
     `launches` holds one array, the own input, (tokens, the gate's outputs)."""
 
@@ -27,15 +27,16 @@ class Intake:
 
     @staticmethod
     def of(
-        inlet: Inlet, few: ProductKernels | None, norm: NormFor, scale: mx.array | None
-    ) -> Intake:
-        """Return the intake of `inlet`, whose weights become views, as in `join`.
+        spec: PerLayerInputSpec, few: ProductKernels | None, norm: NormFor, scale: mx.array | None
+    ) -> PerLayerInput:
+        """Return the products that `spec` describes. The module's weights become views, as in
+        `join`.
 
         few: kernels that multiply few rows, if the device has any. scale: (1,), the factor of the
         sum.
         """
-        gate = join([inlet.gate], few)
-        return Intake(gate, addition_of(inlet.back, inlet.norm, few, norm, scale))
+        gate = join([spec.gate], few)
+        return PerLayerInput(gate, addition_of(spec.projection, spec.norm, few, norm, scale))
 
     def launches(
         self, hidden: mx.array, own: Sequence[mx.array], following: Norm | None

@@ -1,17 +1,19 @@
 """The adapter between the vocabulary of `core` and a model's tokenizer, for any family of models.
 
-`ModelAdapter` is the interface that the rest of the server uses. `DefaultAdapter` fits any model
-whose tokenizer and template are in order. Families override the methods in which they differ.
+Most differences between models are found in their tokenizers and templates; the rest is in the
+declarations of their families (`models/families`).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import jinja2
+import regex
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -25,19 +27,19 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.formats import (
     PLAIN,
     OutputFormat,
+    Region,
     openai_call_id,
     short_call_id,
 )
 from mlx_manager.mlx_server.models.adapters.answer import (
-    Marks,
     answer_edges,
     kept_tokens,
     opens_thinking,
+    prompt_tail,
     region_of,
 )
 from mlx_manager.mlx_server.models.adapters.fitting import ALL, LAST_RESORT, NOTHING, Fitting
 from mlx_manager.mlx_server.models.adapters.generic_tools import tools_text
-from mlx_manager.mlx_server.models.adapters.infill import INFILL
 from mlx_manager.mlx_server.models.adapters.messages import template_messages, template_tools
 from mlx_manager.mlx_server.models.adapters.template import (
     RENDER_ERRORS,
@@ -53,10 +55,18 @@ from mlx_manager.mlx_server.models.adapters.tool_schemas import (
     described_function,
     shown_function,
 )
-from mlx_manager.mlx_server.models.adapters.tool_syntax import GENERIC, LLAMA, ToolSyntax, syntax_of
+from mlx_manager.mlx_server.models.adapters.tool_syntax import (
+    GENERIC,
+    HARMONY,
+    LLAMA,
+    ToolSyntax,
+    syntax_of,
+)
 from mlx_manager.mlx_server.models.adapters.turns import Changes, WriteCalls, turns, with_system
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_id, token_ids
 from mlx_manager.mlx_server.models.adapters.writing import written
+from mlx_manager.mlx_server.models.families import DEFAULT, FAMILIES, family_of
+from mlx_manager.mlx_server.models.family import Family, Marks, MessageFormat, Tags
 from mlx_manager.mlx_server.utils.text import encodable
 
 Tokenizer = Any
@@ -67,93 +77,36 @@ _RENDERER_OPTIONS = (
 ) - {"documents", "kwargs"}
 
 
-class ModelAdapter(Protocol):
-    """The form of one loaded model's prompts and answers."""
+TOOL_FORMATS: Mapping[str, ToolSyntax] = {"harmony": HARMONY}
+"""Formats of calls by the names that families have for them."""
 
-    @property
-    def family(self) -> str: ...
-
-    def get_stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the ids that end an answer, without duplicates."""
-        ...
-
-    def apply_chat_template(
-        self,
-        tokenizer: Tokenizer,
-        messages: Messages,
-        add_generation_prompt: bool = True,
-        **kwargs: Any,
-    ) -> str:
-        """Return the template's text for messages in its own form (dicts with `role` and
-        `content`)."""
-        ...
-
-    def render_text(self, conversation: Conversation, tokenizer: Tokenizer) -> str:
-        """Return the prompt's text, as the template renders it.
-
-        Raises:
-            InvalidRequest: the model has no chat template, or the template refuses the
-                conversation.
-            MLXManagerError: the template is broken.
-            InvalidParameter: an argument of the template has a reserved name.
-        """
-        ...
-
-    def encode_text(self, text: str, tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens of a rendered or raw prompt, with one BOS if the model wants one."""
-        ...
-
-    def encode_infill(self, text: str, suffix: str, tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens of a prompt for infilling: for the text between two others.
-
-        Raises:
-            UnsupportedParameter: the model's tokenizer has no tokens for infilling.
-        """
-        ...
-
-    def output_format(
-        self, tokenizer: Tokenizer, conversation: Conversation | None, prompt_ids: Sequence[int]
-    ) -> OutputFormat:
-        """Return the format of the answer to a prompt. conversation: None for a raw prompt."""
-        ...
-
-    def thinks(self, tokenizer: Tokenizer) -> bool:
-        """Return True if answers may begin with thinking."""
-        ...
+THINKING = tuple(marks for family in FAMILIES.values() for marks in family.thinking)
+CONTENT = tuple(marks for family in FAMILIES.values() for marks in family.content)
+INFILL = tuple(tokens for family in FAMILIES.values() for tokens in family.infill)
 
 
-class DefaultAdapter:
-    """Adapter of any model that is not of a family with its own.
+class Adapter:
+    """The form of one loaded model's prompts and answers.
 
     config: the model's config.json, with generation_config.json's EOS merged in as mlx-lm does.
     tokenizer: the model's, whose template is probed here; without a tokenizer the template is
     assumed to support everything.
     """
 
-    family: ClassVar[str] = "default"
-    turn_ends: ClassVar[tuple[str, ...]] = ()
-    thinking: ClassVar[tuple[Marks, ...]] = (
-        ("<seed:think>", "</seed:think>"),
-        ("<|START_THINKING|>", "<|END_THINKING|>"),
-        ("<|inner_prefix|>", "<|inner_suffix|>"),
-    )
-    """Tokens around thinking that mlx-lm does not know of: Seed-OSS's, Cohere's, Apertus's."""
-    around_content: ClassVar[tuple[tuple[str, ...], ...]] = (
-        ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-        ("<response>", "\n</response>", "</response>"),
-    )
-    """Tokens around what the caller reads: Cohere's, ERNIE 4.5's."""
-
     def __init__(
-        self, config: Mapping[str, Any] | None = None, tokenizer: Tokenizer = None
+        self,
+        config: Mapping[str, Any] | None = None,
+        tokenizer: Tokenizer = None,
+        family: Family = DEFAULT,
     ) -> None:
+        self._family = family
         self._config_eos = _as_ids((config or {}).get("eos_token_id"))
         self._syntax: ToolSyntax | None = None
         self._write: WriteCalls = _write_generic
         self._traits = TemplateTraits()
         self._learned_turn_end: int | None = None
         if tokenizer is not None and tokenizer.has_chat_template:
-            self._syntax = syntax_of(tokenizer)
+            self._syntax = self._syntax_of(tokenizer)
             self._traits = probe(self._render_plainly(tokenizer))
             self._learned_turn_end = self._turn_end_of(self._traits, tokenizer)
         shape = self._syntax.form([]).shape if self._syntax else None
@@ -163,19 +116,30 @@ class DefaultAdapter:
             self._write = partial(written, shape)
         self._fitting = Fitting(partial(self._rendered, tokenizer), self._placed)
 
+    @property
+    def family(self) -> str:
+        return self._family.name
+
+    def _syntax_of(self, tokenizer: Tokenizer) -> ToolSyntax:
+        found = syntax_of(tokenizer)
+        return TOOL_FORMATS.get(self._family.tool_format, found) if found is LLAMA else found
+
     # -- Ends ----------------------------------------------------------------------------------
 
     def get_stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the ids that end an answer, without duplicates."""
         openers = self._syntax.openers if self._syntax else ()
         opening = {token_id(tokenizer, opener) for opener in openers}
-        named = [token_id(tokenizer, name) for name in self.turn_ends]
+        named = [token_id(tokenizer, name) for name in self._family.turn_ends]
         ids = [*_tokenizer_eos(tokenizer), *self._config_eos, self._learned_turn_end, *named]
         wanted = dict.fromkeys(found for found in ids if found is not None)
         return [found for found in wanted if found not in opening]
 
     def _turn_end_of(self, traits: TemplateTraits, tokenizer: Tokenizer) -> int | None:
         """Return the token with which the template itself ends an answer; None if it is no special
-        token."""
+        token, or ends one of several messages."""
+        if self._family.messages is not None:
+            return None
         ids = token_ids(tokenizer, traits.turn_end.lstrip())
         return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
@@ -188,11 +152,26 @@ class DefaultAdapter:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
+        """Return the template's text for messages in its own form (dicts with `role` and
+        `content`)."""
         render = _renderer(tokenizer)
+        if self._family.shown is not None:
+            messages = [self._family.shown(message) for message in messages]
+        known = self._family.function_variables
+        if known is not None and tokenizer.chat_template is None:
+            kwargs = {name: value for name, value in kwargs.items() if name in known}
         text: str = render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
         return text
 
     def render_text(self, conversation: Conversation, tokenizer: Tokenizer) -> str:
+        """Return the prompt's text, as the template renders it.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or the template refuses the
+                conversation.
+            MLXManagerError: the template is broken.
+            InvalidParameter: an argument of the template has a reserved name.
+        """
         if not tokenizer.has_chat_template:
             raise InvalidRequest(
                 "This model has no chat template; use /v1/completions with a prompt.",
@@ -300,11 +279,17 @@ class DefaultAdapter:
                 return {}
 
     def encode_text(self, text: str, tokenizer: Tokenizer) -> list[int]:
+        """Return the tokens of a rendered or raw prompt, with one BOS if the model wants one."""
         ids = token_ids(tokenizer, text)
         prefix = _prefix(tokenizer)
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
     def encode_infill(self, text: str, suffix: str, tokenizer: Tokenizer) -> list[int]:
+        """Return the tokens of a prompt for infilling: for the text between two others.
+
+        Raises:
+            UnsupportedParameter: the model's tokenizer has no tokens for infilling.
+        """
         for tokens in INFILL:
             ids = {name: token_id(tokenizer, name) for name in tokens.names}
             if None not in ids.values():
@@ -340,6 +325,7 @@ class DefaultAdapter:
     def output_format(
         self, tokenizer: Tokenizer, conversation: Conversation | None, prompt_ids: Sequence[int]
     ) -> OutputFormat:
+        """Return the format of the answer to a prompt. conversation: None for a raw prompt."""
         return PLAIN if conversation is None else self._answer(tokenizer, conversation, prompt_ids)
 
     def _answer(
@@ -356,7 +342,7 @@ class DefaultAdapter:
         initial = region_of(tokenizer.response_initial_state)
         if marks and opens_thinking(tokenizer, conversation, marks, prompt_ids):
             initial = "reasoning"
-        return OutputFormat(
+        output = OutputFormat(
             edges=edges,
             initial=initial,
             calls=form,
@@ -366,25 +352,86 @@ class DefaultAdapter:
             thinking_end=marks[1] if marks else "",
             new_call_id=short_call_id if self._traits.call_ids == "short" else openai_call_id,
         )
+        if self._family.messages is None:
+            return output
+        return _in_messages(output, self._family.messages, tokenizer, conversation, prompt_ids)
 
     def thinks(self, tokenizer: Tokenizer) -> bool:
+        """Return True if answers may begin with thinking."""
+        messages = self._family.messages
+        if messages is not None and "reasoning" in messages.channels.values():
+            return True
         # Some templates, such as Granite's and Hunyuan's, think only if asked to.
         asked = Conversation((), template_args={"enable_thinking": True, "thinking": True})
         return self.reasoning_marks(tokenizer, asked) is not None
 
     def reasoning_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Marks | None:
         """Return the texts around thinking; None for a model that does not think."""
+        if tags := self._tags(conversation):
+            return tags.thinking
         if tokenizer.has_thinking:
             return tokenizer.think_start, tokenizer.think_end
-        known = (pair for pair in self.thinking if token_id(tokenizer, pair[0]) is not None)
+        known = (pair for pair in THINKING if token_id(tokenizer, pair[0]) is not None)
         # OLMo 3 and Llama-Nemotron think without special tokens for it.
         thinks = self._traits.opens_thinking or self._traits.drops_thinking
         return next(known, ("<think>", "</think>") if thinks else None)
 
     def structural_marks(self, tokenizer: Tokenizer, conversation: Conversation) -> Sequence[str]:
         """Return the texts in answers that are neither content nor begin another region."""
-        around = (pair for pair in self.around_content if token_id(tokenizer, pair[0]) is not None)
+        if tags := self._tags(conversation):
+            return tags.content
+        around = (pair for pair in CONTENT if token_id(tokenizer, pair[0]) is not None)
         return (*tokenizer.structural_markers, *next(around, ()))
+
+    def _tags(self, conversation: Conversation) -> Tags | None:
+        tags = self._family.tags
+        if tags is None or not tags.asked_by:
+            return tags
+        return tags if self.variables(conversation).get(tags.asked_by) else None
+
+
+class LlamaAdapter(Adapter):
+    """Adapter of Llama models, for scripts."""
+
+    def __init__(
+        self, config: Mapping[str, Any] | None = None, tokenizer: Tokenizer = None
+    ) -> None:
+        super().__init__(config, tokenizer, FAMILIES["llama"])
+
+
+def get_adapter(
+    source: str | Mapping[str, Any] | None, name: str = "", tokenizer: Tokenizer = None
+) -> Adapter:
+    """Return the adapter of a model.
+
+    source: its config.json or, where there is none, its name (which `name` may have, too).
+    """
+    config = source if isinstance(source, Mapping) else None
+    said = str(config.get("model_type", "")) if config else name or str(source or "")
+    return Adapter(config, tokenizer, family_of(said))
+
+
+def _in_messages(
+    output: OutputFormat,
+    form: MessageFormat,
+    tokenizer: Tokenizer,
+    conversation: Conversation,
+    prompt_ids: Sequence[int],
+) -> OutputFormat:
+    """Return the format of an answer that consists of messages with headers."""
+    initial: Region = "content"
+    if not conversation.continue_final_message:
+        begun = regex.search(form.begun, prompt_tail(tokenizer, prompt_ids).rstrip())
+        initial = "header" if begun is None else form.channels.get(begun[1], "content")
+    return replace(
+        output,
+        edges=form.edges,
+        initial=initial,
+        header=form.header,
+        channels=form.channels,
+        keep=kept_tokens(tokenizer, form.edges, output.calls, form.header),
+        thinking_end=form.thinking_end,
+    )
 
 
 def _template_args(conversation: Conversation) -> dict[str, Any]:

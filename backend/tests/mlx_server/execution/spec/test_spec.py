@@ -32,9 +32,11 @@ from mlx_lm.models import (
 
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Scoring
 from mlx_manager.mlx_server.devices.kernel import Unsupported
-from mlx_manager.mlx_server.execution.decoder.anatomy import Choice, Common, NotFusable, Routes
 from mlx_manager.mlx_server.execution.decoder.check import check
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
+from mlx_manager.mlx_server.execution.spec.decoder import DecoderSpec
+from mlx_manager.mlx_server.execution.spec.mlps import MoESpec, RoutingSpec
+from mlx_manager.mlx_server.execution.spec.parts import NotFusable
 
 PAGE = 16
 
@@ -64,7 +66,7 @@ def test_attention_that_is_given_more_is_declined_whatever_it_is():
     for layer in model.layers:
         layer.self_attn.__class__ = Given
     with pytest.raises(NotFusable, match="attention that takes offset"):
-        Common.of(model, 16)
+        DecoderSpec.of(model, 16)
 
 
 def test_sums_that_are_clipped_to_what_float16_has_are_declined():
@@ -81,9 +83,9 @@ def test_embeddings_are_scaled_as_the_module_scales_them(name, dtype):
     model.set_dtype(dtype)
     tokens = mx.array([5, 96, 0])
     scale = mx.array(96**0.5, mx.bfloat16).astype(dtype) if name == "gemma3" else 96**0.5
-    common = Common.of(model, PAGE)
-    assert common.embedded(tokens).dtype == dtype
-    assert mx.array_equal(common.embedded(tokens), model.model.embed_tokens(tokens) * scale)
+    spec = DecoderSpec.of(model, PAGE)
+    assert spec.embedded(tokens).dtype == dtype
+    assert mx.array_equal(spec.embedded(tokens), model.model.embed_tokens(tokens) * scale)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -95,8 +97,8 @@ def test_a_module_with_a_language_model_alone_is_that(tied):
     decoder = FusedDecoder.build(model, PAGE, Portable, compile=plainly)
     assert isinstance(decoder, FusedDecoder), decoder
     assert check(decoder, model, PAGE) is None
-    common = Common.of(model, PAGE)
-    assert (common.head is common.embed) == tied
+    spec = DecoderSpec.of(model, PAGE)
+    assert (spec.head is spec.embed) == tied
 
 
 def test_a_device_without_kernels_is_the_reason():
@@ -128,28 +130,28 @@ def routed_layer(module, name: str, changes: dict) -> nn.Module:
     return layer
 
 
-def scores_of(choice: Choice, logits: mx.array) -> np.ndarray:
+def scores_of(routing: RoutingSpec, logits: mx.array) -> np.ndarray:
     """(rows, experts): what experts are weighted by, those that are not chosen by 0."""
-    sigmoid = choice.scoring is Scoring.SIGMOID
+    sigmoid = routing.scoring is Scoring.SIGMOID
     scores = np.array(mx.sigmoid(logits) if sigmoid else mx.softmax(logits, axis=-1))
-    by = scores if choice.correction is None else scores + np.array(choice.correction)
-    last = np.argsort(-by, axis=1)[:, choice.chosen :]
+    by = scores if routing.bias is None else scores + np.array(routing.bias)
+    last = np.argsort(-by, axis=1)[:, routing.chosen :]
     np.put_along_axis(scores, last, 0.0, axis=1)
-    if choice.normalised:
-        scores /= scores.sum(1, keepdims=True) + choice.least
-    return scores * choice.scale
+    if routing.normalised:
+        scores /= scores.sum(1, keepdims=True) + routing.least
+    return scores * routing.scale
 
 
 @pytest.mark.parametrize(("module", "name", "changes"), ROUTED)
 def test_routers_choose_and_weigh_as_they_are_read(module, name, changes):
     layer = routed_layer(module, name, changes)
-    routes = Routes.of(layer)
+    routes = MoESpec.of(layer)
     assert routes is not None
     x = mx.random.normal((40, 64))
     chosen, scores = layer.gate(x[None])
     wanted = np.zeros((40, routes.router.weight.shape[0]), np.float32)
     np.put_along_axis(wanted, np.array(chosen[0]), np.array(scores[0]), axis=1)
-    mine = scores_of(routes.choice, x @ routes.router.weight.T)
+    mine = scores_of(routes.routing, x @ routes.router.weight.T)
     np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-6)
 
 
@@ -160,13 +162,13 @@ def test_lfm_2_s_router_chooses_and_weighs_as_it_is_read(changes, logits):
     changes = SHORTS["lfm2_moe"] | changes
     layer = routed_layer(lfm2_moe, "Lfm2MoeSparseMoeBlock", changes)
     layer.gate.weight[:, 0] = logits
-    routes = Routes.of(layer)
+    routes = MoESpec.of(layer)
     assert routes is not None
     x = mx.random.normal((40, 64))
     x[:, 0] = 1.0
     # Each expert gives itself, so that the layer gives the weights.
     layer.switch_mlp = lambda _, chosen: mx.eye(6)[chosen]
-    mine = scores_of(routes.choice, x @ routes.router.weight.T)
+    mine = scores_of(routes.routing, x @ routes.router.weight.T)
     np.testing.assert_allclose(mine, np.array(layer(x[None])[0]), rtol=1e-4, atol=1e-9)
 
 
@@ -176,14 +178,14 @@ def experts_beside_an_mlp() -> nn.Module:
 
 def test_gemma_4_s_router_chooses_and_weighs_as_it_is_read():
     block = experts_beside_an_mlp().layers[0]
-    routes = Routes.beside(block, block.pre_feedforward_layernorm_2)
+    routes = MoESpec.beside(block, block.pre_feedforward_layernorm_2)
     x = mx.random.normal((40, 96))
     chosen, scores = block.router(x[None])
     wanted = np.zeros((40, 6), np.float32)
     np.put_along_axis(wanted, np.array(chosen[0]), np.array(scores[0]), axis=1)
     normed = mx.fast.rms_norm(x, routes.router_norm, block.router.eps)
-    mine = scores_of(routes.choice, normed @ routes.router.weight.T)
-    mine = mine * np.array(routes.choice.scales)
+    mine = scores_of(routes.routing, normed @ routes.router.weight.T)
+    mine = mine * np.array(routes.routing.expert_scale)
     np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-6)
 
 
@@ -208,7 +210,7 @@ def test_experts_beside_an_mlp_without_kernels_for_them_are_the_reason():
 
 @pytest.mark.parametrize(("module", "name", "changes"), ROUTED)
 def test_what_all_rows_go_through_without_a_gate_is_so_many_experts(module, name, changes):
-    routes = Routes.of(routed_layer(module, name, changes))
+    routes = MoESpec.of(routed_layer(module, name, changes))
     assert routes is not None
     shared = (CORRECTED | changes)["n_shared_experts"]
     assert (routes.shared and (routes.shared.gate, routes.shared.times)) == (
@@ -220,7 +222,7 @@ def test_what_all_rows_go_through_without_a_gate_is_so_many_experts(module, name
 def test_experts_that_are_chosen_in_groups_are_declined(module, name, changes):
     layer = routed_layer(module, name, changes | IN_GROUPS)
     with pytest.raises(NotFusable, match="in groups"):
-        Routes.of(layer)
+        MoESpec.of(layer)
 
 
 def test_groups_are_the_reason_that_a_whole_model_is_declined():
@@ -232,9 +234,9 @@ def test_groups_are_the_reason_that_a_whole_model_is_declined():
 def test_deepseek_v2_s_groups_are_declined_where_it_chooses_by_them():
     by_groups = IN_GROUPS | {"topk_method": "group_limited_greedy"}
     with pytest.raises(NotFusable, match="in groups"):
-        Routes.of(routed_layer(deepseek_v2, "DeepseekV2MoE", by_groups))
+        MoESpec.of(routed_layer(deepseek_v2, "DeepseekV2MoE", by_groups))
     greedy = IN_GROUPS | {"topk_method": "greedy"}
-    assert Routes.of(routed_layer(deepseek_v2, "DeepseekV2MoE", greedy)) is not None
+    assert MoESpec.of(routed_layer(deepseek_v2, "DeepseekV2MoE", greedy)) is not None
 
 
 @pytest.mark.parametrize(
@@ -243,10 +245,10 @@ def test_deepseek_v2_s_groups_are_declined_where_it_chooses_by_them():
 def test_routers_without_a_module_that_says_how_they_score_are_not_guessed(module, name):
     sizes = {"num_local_experts": 6, "shared_intermediate_size": 64, "rotary_dim": 16}
     sizes |= {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    assert Routes.of(routed_layer(module, name, sizes | {"qk_rope_head_dim": 16})) is None
+    assert MoESpec.of(routed_layer(module, name, sizes | {"qk_rope_head_dim": 16})) is None
 
 
 def test_shared_experts_that_are_stored_otherwise_are_declined():
     layer = routed_layer(glm4_moe, "MoE", {})
     nn.quantize(layer.shared_experts, group_size=32, bits=8)
-    assert Routes.of(layer) is None
+    assert MoESpec.of(layer) is None

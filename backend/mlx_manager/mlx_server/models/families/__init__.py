@@ -1,0 +1,59 @@
+"""Families of models: one file each, with one declaration, `FAMILY`. No MLX is imported here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, TypeVar
+
+from mlx_manager.mlx_server.models.family import ConfigFacts, Family
+from mlx_manager.mlx_server.models.module_facts import ModuleFacts
+
+Facts = TypeVar("Facts", ConfigFacts, ModuleFacts)
+
+_FILES = (import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__))
+
+FAMILIES: Mapping[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
+"""Families by their names, each from a file of this folder."""
+
+DEFAULT = Family("default", named=r"(?!)")
+"""Family of models of no other: their tokenizers, templates and modules tell everything."""
+
+
+def _joined(several: Iterable[Facts], empty: Facts) -> Facts:
+    found = {each.name: getattr(empty, each.name) for each in fields(empty)}
+    for facts in several:
+        for name, before in found.items():
+            more = getattr(facts, name)
+            found[name] = before | more if isinstance(more, dict) else before + more
+    return type(empty)(**found)
+
+
+CONFIG = _joined((family.config for family in FAMILIES.values()), ConfigFacts())
+MODULES = _joined((family.modules for family in FAMILIES.values()), ModuleFacts())
+"""Facts about the config.json files and the modules of all families."""
+
+
+@cache
+def family_of(text: str) -> Family:
+    """Return the family that a `model_type` or a model's name mentions first.
+
+    A distilled model's name ends with the family that it was made from, and its template does not.
+    """
+    found = {
+        match.start(): family
+        for family in FAMILIES.values()
+        if (match := re.search(family.named, text.lower()))
+    }
+    return found[min(found)] if found else DEFAULT
+
+
+def detect_model_family(source: str | Mapping[str, Any]) -> str:
+    """Return the name of the family by a model's name or its config.json; "default" if there is
+    none."""
+    text = source if isinstance(source, str) else str(source.get("model_type", ""))
+    return family_of(text).name
