@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "execution": FOUNDATION | {"devices", "families", "kv", "sampling"},
     "text": FOUNDATION,
     "engine": FOUNDATION | {"devices", "execution", "kv", "memory", "sampling", "stream", "text"},
-    "models": FOUNDATION | {"devices", "families", "memory"},
+    "models": FOUNDATION | {"devices", "families", "memory", "text"},
     "encoders": FOUNDATION | {"devices", "engine", "memory", "models"},
     "backends": FOUNDATION
     | {*("encoders", "engine", "execution", "memory", "models", "sampling", "stream", "text")},

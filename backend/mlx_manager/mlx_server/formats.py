@@ -7,6 +7,7 @@ The model's adapter (`models/adapters`) makes an `OutputFormat` for each request
 from __future__ import annotations
 
 import random
+import re
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,68 +33,35 @@ def short_call_id() -> str:
     return "".join(random.choices(_ALPHANUMERIC, k=9))  # nosec B311  # no secret
 
 
-@dataclass(frozen=True, slots=True)
-class CallBlock:
-    """Calls that can be read only once their whole block is there.
-
-    parse: turns the block's text, without `end`, into (name, JSON arguments) pairs, and raises
-    ValueError if the text is no call; None if calls are written as in Python. end: the text that
-    ends the block; None: the block ends where its brackets balance. quotes: pairs of texts between
-    which `end` and brackets are ordinary text. several: other blocks may follow, until the calls'
-    `close`.
-    """
-
-    parse: Callable[[str], list[tuple[str, str]]] | None
-    end: str | None
-    quotes: tuple[tuple[str, str], ...] = ()
-    several: bool = False
+# ---------------------------------------------------------------------------------------------
+# Tool calls
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
-    """Arguments that stand one after the other, each after its name.
-
-    Arguments can be read while they are written: text as it is, anything else as JSON. Their end is
-    also found where a model leaves out or misspells the text that marks it.
-
-    call: a regular expression (of the `regex` package) for the beginning of a call, with all text
-    that may precede a first call; group `name` is the call's name.
-    head: a regular expression for the text before a value. Group `key` is the value's name. If the
-    format gives the kind of the value, group `text` matches for text, and group `json` for JSON.
-    The match of group `ahead` is part of the value.
-    whole: a regular expression for the text before all arguments as one JSON object, "" if the
-    format has none.
-    end: the text that ends a value. also: names in `end` that models use by mistake. wrong: a
-    regular expression for possible misspellings of `end`; the match of group `ahead` comes after.
-    whole_end: the text that ends a JSON object. call_end: the text that ends a call, "" if `close`
-    does. close: a regular expression for the text that ends all calls.
-    line: a line feed at either end of a value belongs to the markup. wrap: texts around values that
-    look like markup.
-    """
-
-    call: str
-    head: str
-    end: str
-    call_end: str
-    close: str
-    whole: str = ""
-    whole_end: str = ""
-    also: tuple[str, ...] = ()
-    wrong: str = r"<\s*[/\\]?[^<>\n]{0,40}(?:>|(?P<ahead>[<\n]))"
-    line: bool = False
-    wrap: tuple[str, str] | None = None
+class Name:
+    """Place of the function's name in a `Call`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Text that the model chooses, in a `CallShape`: any match of a regular expression."""
+    """Text that the model chooses: any match of a regular expression.
+
+    written: the choice where the server writes; `{number}` stands for the number of the call.
+    """
 
     regex: str
+    written: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallId(Pattern):
+    """Place of the call's id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """Text that the model may write or leave out, in a `CallShape`: anything between two texts."""
+    """Text that the model may write or leave out: anything between two texts."""
 
     begin: str
     end: str
@@ -101,36 +69,47 @@ class Aside:
 
 @dataclass(frozen=True, slots=True)
 class Maybe:
-    """Pieces that the model may leave out, in a `CallShape`."""
+    """Pieces that the model may leave out."""
 
     pieces: tuple[str | Pattern, ...]
 
 
 Piece = str | Pattern | Aside | Maybe
+Pieces = tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class AsObject:
-    """Arguments as a JSON object. key: its name where the call is a JSON object, too."""
-
-    key: str = "arguments"
+class Json:
+    """Arguments as a JSON object."""
 
 
 @dataclass(frozen=True, slots=True)
-class OneByOne:
-    """Arguments as `begin`, name, `middle`, value, `end`: text as it is, anything else as JSON.
+class Tagged:
+    """Arguments one after the other, each between tags: texts as they are, anything else as JSON.
 
-    text, other: marks after `middle`, before a text and before any other value (`{type}` is the
-    value's type in JSON Schema). tail: follows `end`. wrap: as in `Parameters`.
+    An argument is `begin`, its name, `middle`, its value, `end`. after: the text behind `end`.
+    kind: the attribute of a value's type, its value for texts and for all else; `{type}` stands for
+    the type in JSON Schema. wrap: the texts around texts that look like markup. whole: the
+    beginning and the end of all arguments as one JSON object, which models write, too. also: names
+    that models give `end` by mistake.
     """
 
     begin: str
     middle: str
     end: str
-    tail: str = ""
-    text: str = ""
-    other: str = ""
+    after: str = ""
+    kind: tuple[str, str, str] | None = None
     wrap: tuple[str, str] | None = None
+    whole: tuple[str, str] | None = None
+    also: tuple[str, ...] = ()
+
+    def before(self, kind: str) -> str:
+        """Return the text between the name and a value of a type of JSON Schema."""
+        if self.kind is None:
+            return self.middle
+        attribute, text, other = self.kind
+        said = text if kind == "string" else other.format(type=kind)
+        return f'" {attribute}="{said}{self.middle}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,77 +118,150 @@ class Keywords:
 
 
 @dataclass(frozen=True, slots=True)
-class Braces:
+class Unquoted:
     """Arguments as an object whose names have no quotes, and whose texts are between `quote`s."""
 
     quote: str
 
 
-ArgumentShape = AsObject | OneByOne | Keywords | Braces
+Arguments = Json | Tagged | Keywords | Unquoted
+
+NAME, JSON, KEYWORDS = Name(), Json(), Keywords()
+
+WORD = r"[^\s\"'<>\[\]{}\\]{1,128}"
+"""Regular expression for names. Characters that could end a name are excluded."""
+
+PYTHON_NAME = r"[A-Za-z_][^\s()\[\]{}<>\"'\\,=]{0,127}"
+"""Regular expression for names in calls as in Python; a tool's name need not be valid there."""
 
 
 @dataclass(frozen=True, slots=True)
-class CallShape:
-    """Form in which the model is made to write calls: opening, calls with `between`s, closing.
+class Call:
+    """One call: its head, the function's name, the middle, the arguments, the tail."""
 
-    Each call is its head, the name, the middle, the arguments, the tail. name: a regular expression
-    for the names that can be written. bare: calls begin with a JSON object's brace, as an answer in
-    JSON does. whole: the shape covers the answer from its first token, and not from the end of the
-    thinking on. other: another head and middle with the same meaning. message, joint: where answers
-    are messages with headers, the header of a message that is no call, and the text between two
-    messages.
-    """
+    head: Pieces
+    middle: Pieces
+    arguments: Arguments
+    tail: Pieces
 
-    head: tuple[Piece, ...]
-    middle: tuple[Piece, ...]
-    tail: tuple[Piece, ...] = ()
-    opening: tuple[Piece, ...] = ()
-    between: tuple[Piece, ...] = ()
-    closing: tuple[Piece, ...] = ()
-    arguments: ArgumentShape = AsObject()
-    name: str = r"[^\s\"<>\\]+"
-    bare: bool = False
-    whole: bool = False
-    other: tuple[tuple[Piece, ...], tuple[Piece, ...]] | None = None
-    message: tuple[Piece, ...] = ()
-    joint: tuple[Piece, ...] = ()
+    @classmethod
+    def of(cls, *parts: Piece | Name | Arguments) -> Call:
+        """Return the call that is written as `parts` say, with `NAME` and arguments in places."""
+        named = parts.index(NAME) if NAME in parts else -1
+        given = next(i for i, part in enumerate(parts) if isinstance(part, Arguments))
+
+        def pieces(start: int, stop: int) -> Pieces:
+            return tuple(part for part in parts[start:stop] if isinstance(part, Piece))
+
+        arguments = parts[given]
+        assert isinstance(arguments, Arguments)
+        head, middle = pieces(0, max(named, 0)), pieces(named + 1, given)
+        return cls(head, middle, arguments, pieces(given + 1, len(parts)))
+
+    @property
+    def keys(self) -> tuple[str, str] | None:
+        """Return the keys of the name and of the arguments; None if the call is no JSON object."""
+        name = re.search(r'"(\w+)": "$', last_text(self.head))
+        arguments = re.search(r'"(\w+)": $', last_text(self.middle))
+        return (name[1], arguments[1]) if name and arguments else None
+
+    @property
+    def quotes_name(self) -> bool:
+        """Return whether the name is a JSON string."""
+        return self.arguments == JSON and last_text(self.head).endswith('"')
+
+    @property
+    def names(self) -> str:
+        """Return a regular expression for the names that can be written."""
+        if self.quotes_name:
+            return r"[^\s\"<>\\]+"
+        return PYTHON_NAME if self.arguments == KEYWORDS else WORD
+
+
+def texts_of(pieces: Pieces) -> list[str]:
+    """Return the fixed texts in `pieces`, those of `Maybe` included."""
+    found: list[str] = []
+    for piece in pieces:
+        if isinstance(piece, str):
+            found.append(piece)
+        elif isinstance(piece, Maybe):
+            found += texts_of(piece.pieces)
+    return found
+
+
+def last_text(pieces: Pieces) -> str:
+    """Return the text that `pieces` end with, "" if they end with no fixed text."""
+    return pieces[-1] if pieces and isinstance(pieces[-1], str) else ""
 
 
 @dataclass(frozen=True, slots=True)
-class CallFormat:
-    """Format of tool calls after a marker, or the answer's first character, has opened them.
+class ToolFormat:
+    """Form of one kind of model's tool calls: `opening`, calls with `between`s, `closing`.
 
-    item: a regular expression (of the `regex` package) for the text before each call and after the
-    last. The expression ends in one of these groups:
-        object  a `{`: the call is a JSON object that holds its name and its arguments
-        args    a `{`: the arguments, as JSON; group `name` is the call's and group `id` may be
-        braces  a `{`: the arguments, as `quotes` says; group `name` is the call's
-        none    anything, or nothing: the call has no arguments; group `name` is its name
-        params  the beginning of arguments for `parameters`; group `name` is the call's
-        block   the beginning of a block for `block`
-        close   the end of the calls
-    The match of group `ahead` is not part of the item. end: the text that ends a call; the output
-    may end before it. close: the text that ends all calls.
-    named_by_id: a call's name is only in its id, which others may have rewritten.
-    quotes: the quotes of texts in arguments that are objects without other quotes.
-    bare: calls may also begin an answer with no marker before them; such an object must hold
-    arguments, so that an answer in JSON is not taken for a call. shape: the form in which the model
-    is made to write calls; None if it can't be made to. name_key: the key of the name in a call
-    that is a JSON object. held: calls are constrained to their tools' schemas even where these are
-    not strict, since the model has not been trained to write them.
+    The reader of calls, the grammar of forced calls and the writer of past calls are derived from
+    it (`text/tool_calls`).
+
+    openers: the texts that begin calls in an answer, by default the first tag in what is written.
+    closers: the texts that end them, by default the last marker of `closing`, or of a call.
+    also: other forms of a call that are read. other: another form that the model may write.
+    skipped: texts between calls that mean nothing.
+    parsers: the modules of mlx-lm's parsers that stand for this format, in mlx_lm.tool_parsers.
+    template: the texts in a chat template that tell this format, by default the first opener.
+    bare: calls may also begin an answer with no opener before them; such an object must hold
+    arguments, so that an answer in JSON is not taken for a call.
+    held: calls are constrained to their tools' schemas even where these are not strict, since the
+    model has not been trained to write them.
+    named_by_id: a call's name is only in its id, which others may have rewritten. The id is between
+    the first piece of the head and the last of the middle.
+    whole: the format covers the answer from its first token, and not from the end of the thinking
+    on. message, joint: where answers are messages and their headers have the calls' names, the
+    header of a message that is no call, and the text between two messages.
     """
 
-    item: str
-    parameters: Parameters | None = None
-    block: CallBlock | None = None
+    name: str
+    call: Call
+    openers: tuple[str, ...] = ()
+    opening: Pieces = ()
+    between: Pieces = ()
+    closing: Pieces = ()
+    closers: tuple[str, ...] = ()
+    also: tuple[Call, ...] = ()
+    other: Call | None = None
+    skipped: tuple[str, ...] = ()
+    parsers: tuple[str, ...] = ()
+    template: tuple[str, ...] = ()
     bare: bool = False
-    shape: CallShape | None = None
-    name_key: str = "name"
     held: bool = False
-    end: str = ""
-    close: str = ""
     named_by_id: bool = False
-    quotes: tuple[str, ...] = ()
+    whole: bool = False
+    message: Pieces = ()
+    joint: Pieces = ()
+
+    def __post_init__(self) -> None:
+        tag = re.search(r"<[^<>]*>", "".join(texts_of(self.opening or self.call.head)))
+        if tag and not self.openers:
+            object.__setattr__(self, "openers", (tag[0],))
+        if not self.template:
+            object.__setattr__(self, "template", self.openers[:1])
+
+    @property
+    def texts(self) -> list[str]:
+        """Return the texts among which are all marks of this format."""
+        found = [*self.openers, *self.closers, *self.skipped]
+        found += texts_of((*self.opening, *self.between, *self.closing))
+        for call in (self.call, *self.also, *filter(None, [self.other])):
+            found += texts_of((*call.head, *call.middle, *call.tail))
+            match call.arguments:
+                case Tagged() as form:
+                    found += [form.begin, form.middle, form.end, *(form.whole or ())]
+                case Unquoted(quote):
+                    found.append(quote)
+        return found
+
+
+# ---------------------------------------------------------------------------------------------
+# Answers
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +283,7 @@ class OutputFormat:
     initial: Region = "content"
     header: str | None = None
     channels: Mapping[str, Region] = field(default_factory=dict)
-    calls: CallFormat | None = None
+    calls: ToolFormat | None = None
     offered: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parallel: bool = True
     keep: frozenset[int] = frozenset()

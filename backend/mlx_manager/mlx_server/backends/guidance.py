@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 
 from mlx_manager.mlx_server.core import Conversation, GenerationRequest, NamedTool, Tool
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
-from mlx_manager.mlx_server.formats import Aside, CallShape, OutputFormat
+from mlx_manager.mlx_server.formats import Aside, OutputFormat, ToolFormat
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
 from mlx_manager.mlx_server.text.grammar.guide import Guide, Masks, Rules, ThinkingBudget
 from mlx_manager.mlx_server.text.grammar.matchers import Grammars, TooLargeForm, unheld
@@ -78,14 +78,13 @@ class Guidance:
         constraint = request.constraint
         conversation = request.prompt if isinstance(request.prompt, Conversation) else None
         forced = forced_tools(conversation) if conversation else ()
-        shape = output.calls.shape if output.calls else None
         whole = False
         if conversation and forced:
-            shape = _known(shape, "tool_choice")
+            form = _writable(output, "tool_choice")
             several = conversation.tool_choice == "required" and output.parallel
-            calls = partial(self._grammars.calls, shape, parallel=several, waiting=waiting)
+            calls = partial(self._grammars.calls, form, parallel=several, waiting=waiting)
             matcher, left_out = self._held(calls, forced, waiting, forced=True)
-            whole = shape.whole
+            whole = form.whole
         elif constraint is None:
             return self._called(conversation, output, waiting) if conversation else None
         elif conversation is None or output.calls is None or output.header is not None:
@@ -95,7 +94,7 @@ class Guidance:
             either = partial(
                 self._grammars.answer_or_calls,
                 constraint,
-                _known(shape, constraint.param),
+                _writable(output, constraint.param),
                 parallel=output.parallel,
                 waiting=waiting,
             )
@@ -134,8 +133,8 @@ class Guidance:
     def _free_calls(
         self, conversation: Conversation, output: OutputFormat, param: str, waiting: Waiting
     ) -> Rules:
-        shape = _known(output.calls.shape if output.calls else None, param)
-        if shape.whole and not shape.message:
+        form = _writable(output, param)
+        if form.whole and not form.message:
             raise UnsupportedParameter(
                 f"`{param}`: this model's answers are messages whose headers are its own choice; "
                 "only `tool_choice` 'required' or a function's name holds its calls to a schema.",
@@ -143,7 +142,7 @@ class Guidance:
             )
         markers = [m for m, region in output.edges.get("content", ()) if region == "calls"]
         calls = partial(
-            self._grammars.free_calls, shape, openers=markers, param=param, waiting=waiting
+            self._grammars.free_calls, form, openers=markers, param=param, waiting=waiting
         )
         matcher, left_out = self._held(calls, conversation.tools, waiting)
         return Rules(
@@ -151,8 +150,8 @@ class Guidance:
             self._grammars.texts,
             self._end_ids,
             param,
-            () if shape.whole else self._openers(output),
-            shape.whole,
+            () if form.whole else self._openers(output),
+            form.whole,
             free=True,
             unheld=(*unheld(matcher), *left_out),
         )
@@ -254,21 +253,20 @@ def compiles(request: GenerationRequest) -> bool:
     return False
 
 
-def _known(shape: CallShape | None, param: str) -> CallShape:
-    if shape is None:
+def _writable(output: OutputFormat, param: str) -> ToolFormat:
+    if output.calls is None:
         raise UnsupportedParameter(
             f"`{param}`: this model writes tool calls in a format that it can't be held to; only "
             "`tool_choice` 'auto' and 'none' with tools that are not strict and no response format "
             "are possible.",
             param=param,
         )
-    return shape
+    return output.calls
 
 
 def _aside_end(output: OutputFormat) -> str | None:
-    """Return the text that ends thinking before calls; None if their shape has no room for any."""
-    shape = output.calls.shape if output.calls else None
-    opening = shape.opening if shape else ()
+    """Return the text that ends thinking before calls; None if their format has no room for any."""
+    opening = output.calls.opening if output.calls else ()
     return next((piece.end for piece in opening if isinstance(piece, Aside)), None)
 
 

@@ -2,9 +2,9 @@
 
 Half precision rounds differently in matrix products of different shapes. If a router scores two
 experts nearly equal, rounding decides which of them a row goes through. This is no error, though it
-changes the logits of a random model by a third (as measured on GPT-OSS). So a few such rows are allowed, and the
-distance between two runs of the model itself is the yardstick. The same yardstick applies where a
-recurrent state carries one token's rounding error on to all later tokens.
+changes the logits of a random model by a third (as measured on GPT-OSS). So a few such rows are
+allowed, and the distance between two runs of the model itself is the yardstick. The same yardstick
+applies where a recurrent state carries one token's rounding error on to all later tokens.
 """
 
 from __future__ import annotations

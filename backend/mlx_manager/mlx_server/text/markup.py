@@ -8,7 +8,7 @@ from functools import lru_cache
 import regex
 
 from mlx_manager.mlx_server.core import Event, FinishReason, ReasoningDelta, TextDelta
-from mlx_manager.mlx_server.formats import CallFormat, OutputFormat, Region
+from mlx_manager.mlx_server.formats import OutputFormat, Region, ToolFormat
 from mlx_manager.mlx_server.text.scanner import TextScanner
 from mlx_manager.mlx_server.text.tool_calls.reader import CallLog, CallReader, Progress
 
@@ -196,7 +196,7 @@ class Markup:
 
     # -- Calls ---------------------------------------------------------------------------------
 
-    def _read_calls(self, form: CallFormat, opener: str, name: str = "") -> None:
+    def _read_calls(self, form: ToolFormat, opener: str, name: str = "") -> None:
         self._reader = CallReader(self._output, form, self._log, opener, name)
 
     def _progress(self, progress: Progress) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
+
+from text.tool_calls.golden import GOLDEN
 
 from mlx_manager.mlx_server.core import (
     Event,
@@ -17,11 +18,11 @@ from mlx_manager.mlx_server.core import (
     ToolCallDelta,
     ToolCallStarted,
 )
-from mlx_manager.mlx_server.formats import OutputFormat
-from mlx_manager.mlx_server.models.adapters import tool_syntax
-from mlx_manager.mlx_server.models.adapters.tool_syntax import ToolSyntax
-from mlx_manager.mlx_server.models.families.gpt_oss import HARMONY
+from mlx_manager.mlx_server.formats import OutputFormat, Region, ToolFormat
+from mlx_manager.mlx_server.models.adapters.answer import kept_tokens
+from mlx_manager.mlx_server.models.families import gpt_oss
 from mlx_manager.mlx_server.text.output_parser import OutputParser
+from mlx_manager.mlx_server.text.tool_calls import formats
 
 
 def _tool(name: str, **properties: str) -> dict[str, Any]:
@@ -148,31 +149,45 @@ def parse(
 # ---------------------------------------------------------------------------------------------
 
 
-def of_syntax(syntax: ToolSyntax) -> OutputFormat:
-    edges = tuple((opener, "calls") for opener in syntax.openers)
+def output_of(
+    form: ToolFormat, offered: Mapping[str, Mapping[str, Any]], tokenizer: Any = None
+) -> OutputFormat:
+    """Return how answers of a model with this format look. tokenizer: the one with its tokens."""
+    edges: dict[Region, tuple[tuple[str, Region], ...]] = {
+        "content": tuple((opener, "calls") for opener in form.openers)
+    }
+    header = gpt_oss.HARMONY.header if form is formats.HARMONY else None
+    if form is formats.MUSE_SPARK:
+        edges = {
+            "header": (("<atem:function_calls>", "calls"), ("to=self<|message|>", "reasoning")),
+            "reasoning": (("<|eom|>", "header"),),
+        }
+    if header:
+        edges = gpt_oss.HARMONY.edges
     return OutputFormat(
-        {"content": edges} if edges else {}, calls=syntax.form(TOOLS), offered=OFFERED
+        edges=edges,
+        initial="header" if form.whole else "content",
+        header=header,
+        channels={"analysis": "reasoning"} if header else {},
+        calls=form,
+        offered=offered,
+        keep=kept_tokens(tokenizer, edges, form, header or "") if tokenizer else frozenset(),
     )
+
+
+def of_format(form: ToolFormat) -> OutputFormat:
+    output = output_of(form, OFFERED)
+    if form is formats.MUSE_SPARK:
+        return replace(output, edges={"content": ((form.openers[0], "calls"),)}, initial="content")
+    return output
 
 
 def of_mlx(module: str) -> OutputFormat:
-    parser = importlib.import_module(f"mlx_lm.tool_parsers.{module}")
-    name = parser.parse_tool_call.__module__.rpartition(".")[2]
-    return of_syntax(
-        tool_syntax.of_mlx_parser(
-            name, parser.tool_call_start, parser.tool_call_end, parser.parse_tool_call
-        )
-    )
+    """Return the output of models whose calls a module of mlx-lm reads."""
+    return of_format(formats.told_format("", module))
 
 
-HARMONY = OutputFormat(
-    HARMONY.edges,
-    initial="header",
-    header=HARMONY.header,
-    channels={"analysis": "reasoning"},
-    calls=tool_syntax.HARMONY.form(TOOLS),
-    offered=OFFERED,
-)
+HARMONY = of_format(formats.HARMONY)
 THINKING = OutputFormat(
     {"content": (("<think>", "reasoning"),), "reasoning": (("</think>", "content"),)}
 )
@@ -187,7 +202,7 @@ HUNYUAN_THINKING = OutputFormat(
         "reasoning": (("</think>", "content"),),
     }
 )
-HERMES = of_syntax(tool_syntax.HERMES)
+HERMES = of_format(formats.HERMES)
 THINKING_HERMES = OutputFormat(
     {
         "content": (("<think>", "reasoning"), ("<tool_call>", "calls")),
@@ -196,7 +211,7 @@ THINKING_HERMES = OutputFormat(
     calls=HERMES.calls,
     offered=OFFERED,
 )
-LLAMA = of_syntax(tool_syntax.LLAMA)
+LLAMA = of_format(formats.LLAMA)
 
 # ---------------------------------------------------------------------------------------------
 # Outputs
@@ -251,7 +266,10 @@ def _dsml(name: str, *values: str) -> str:
 
 
 SAMPLES = (
-    Sample("hermes", HERMES, f"<tool_call>\n{_CALL}\n</tool_call>", "", (WEATHER,)),
+    *(
+        Sample(name, output_of(formats.FORMATS[name], OFFERED), text, "", (WEATHER, ("now", {})))
+        for name, text in GOLDEN.items()
+    ),
     Sample(
         "hermes among text",
         HERMES,
@@ -305,36 +323,19 @@ SAMPLES = (
         "hermes, no last brace", HERMES, f"<tool_call>\n{_CALL[:-1]}\n</tool_call>", "", (WEATHER,)
     ),
     Sample(
-        "granite",
-        of_syntax(tool_syntax.GRANITE),
-        f"<|tool_call|>[{_CALL}, {_NOTE}]",
-        "",
-        (WEATHER, NOTE),
-    ),
-    Sample(
-        "phi-4-mini",
-        of_syntax(tool_syntax.PHI_4),
-        f"<|tool_call|>[{_CALL}]<|/tool_call|>",
-        "",
-        (WEATHER,),
-    ),
-    Sample(
         "phi-4-mini, one by one",
-        of_syntax(tool_syntax.PHI_4),
+        of_format(formats.PHI_4),
         f"<|tool_call|>{_CALL}<|/tool_call|><|tool_call|>{_NOTE}<|/tool_call|>",
         "",
         (WEATHER, NOTE),
     ),
     Sample(
         "phi-4-mini, in OpenAI's form",
-        of_syntax(tool_syntax.PHI_4),
+        of_format(formats.PHI_4),
         f'<|tool_call|>[ {{"type": "function", "function": {_CALL}}}, '
         f'{{"type": "function", "function": {{"name": "now"}}, "id": "1"}} ]<|/tool_call|>',
         "",
         (WEATHER, ("now", {})),
-    ),
-    Sample(
-        "mistral, a list", of_mlx("mistral"), f"[TOOL_CALLS][{_CALL}, {_NOTE}]", "", (WEATHER, NOTE)
     ),
     Sample(
         "mistral, headers",
@@ -344,35 +345,10 @@ SAMPLES = (
         (WEATHER, NOTE),
     ),
     Sample(
-        "kimi k2",
-        of_mlx("kimi_k2"),
-        "Well.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
-        f"<|tool_call_argument_begin|>{_J(PARIS)}<|tool_call_end|>"
-        f"<|tool_call_begin|>functions.note:1<|tool_call_argument_begin|>{_J({'text': NASTY})}"
-        "<|tool_call_end|><|tool_calls_section_end|>",
-        "Well.",
-        (WEATHER, NOTE),
-    ),
-    Sample(
-        "deepseek r1",
-        of_syntax(tool_syntax.DEEPSEEK),
-        f"<｜tool▁calls▁begin｜>{_BEGIN}function{_SEP}get_weather\n```json\n{_J(PARIS)}\n```{_END}\n"
-        f"{_BEGIN}function{_SEP}note\n```json\n{_J({'text': NASTY})}\n```{_END}<｜tool▁calls▁end｜>",
-        "",
-        (WEATHER, NOTE),
-    ),
-    Sample(
         "deepseek v3.1",
-        of_syntax(tool_syntax.DEEPSEEK),
+        of_format(formats.DEEPSEEK),
         f"Hm.<｜tool▁calls▁begin｜>{_BEGIN}get_weather{_SEP}{_J(PARIS)}{_END}<｜tool▁calls▁end｜>",
         "Hm.",
-        (WEATHER,),
-    ),
-    Sample(
-        "llama, bare",
-        LLAMA,
-        '{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}',
-        "",
         (WEATHER,),
     ),
     Sample(
@@ -411,7 +387,6 @@ SAMPLES = (
     Sample("llama, a name alone", LLAMA, '{"name": "now"}', '{"name": "now"}'),
     Sample("llama, a list", LLAMA, ' ["a", [1, 2], {}]', ' ["a", [1, 2], {}]'),
     Sample("llama, a call later on", LLAMA, f"Like this: {_CALL}", f"Like this: {_CALL}"),
-    Sample("glm", of_mlx("glm47"), _glm("get_weather", city="Paris", days="2"), "", (WEATHER,)),
     Sample(
         "glm, several",
         of_mlx("glm47"),
@@ -419,24 +394,9 @@ SAMPLES = (
         "Sure.\n",
         (NOTE, ("now", {})),
     ),
-    Sample("laguna", of_mlx("laguna"), _glm("get_weather", city="Paris", days="2"), "", (WEATHER,)),
-    Sample(
-        "qwen3 coder",
-        of_mlx("qwen3_coder"),
-        "So:\n" + _coder("get_weather", city="Paris", days="2") + "\n" + _coder("note", text=NASTY),
-        "So:\n",
-        (WEATHER, NOTE),
-    ),
-    Sample(
-        "seed-oss",
-        of_syntax(tool_syntax.SEED),
-        f"So:\n\n{_seed('get_weather', city='Paris', days='2')}\n{_seed('note', text=NASTY)}",
-        "So:\n\n",
-        (WEATHER, NOTE),
-    ),
     Sample(
         "seed-oss, a text's own line feeds",
-        of_syntax(tool_syntax.SEED),
+        of_format(formats.SEED),
         _seed("note", text="\na\n"),
         "",
         (("note", {"text": "\na\n"}),),
@@ -444,7 +404,7 @@ SAMPLES = (
     Sample(
         "command a",
         replace(
-            of_syntax(tool_syntax.COMMAND),
+            of_format(formats.COMMAND),
             edges={
                 "content": (
                     ("<|START_RESPONSE|>", "content"),
@@ -464,44 +424,22 @@ SAMPLES = (
         "I will look.",
     ),
     Sample(
-        "nemotron",
-        of_syntax(tool_syntax.NEMOTRON),
-        f"Let me see.<TOOLCALL>[{_CALL}, {_NOTE}]</TOOLCALL>\n",
-        "Let me see.",
-        (WEATHER, NOTE),
-    ),
-    Sample(
         "nemotron, arguments as text",
-        of_syntax(tool_syntax.NEMOTRON),
+        of_format(formats.NEMOTRON),
         f'<TOOLCALL>[{{"name": "get_weather", "arguments": {_J(_J(PARIS))}}}]</TOOLCALL>',
         "",
         (WEATHER,),
     ),
     Sample(
         "jamba",
-        of_syntax(tool_syntax.TOOL_CALLS),
+        of_format(formats.TOOL_CALLS),
         f" Sure!<tool_calls>[\n    {_CALL},\n    {_NOTE}\n]</tool_calls>",
         " Sure!",
         (WEATHER, NOTE),
     ),
     Sample(
-        "hunyuan a13b",
-        of_syntax(tool_syntax.TOOL_CALLS),
-        f"<tool_calls>[{_CALL}, {_NOTE}]</tool_calls>",
-        "",
-        (WEATHER, NOTE),
-    ),
-    Sample(
-        "hunyuan",
-        of_syntax(tool_syntax.HUNYUAN),
-        f"<tool_calls><tool_call>get_weather\n```json\n{_J(PARIS)}\n```</tool_call>"
-        f"<tool_call>note\n```json\n{_J({'text': NASTY})}\n```</tool_call></tool_calls>",
-        "",
-        (WEATHER, NOTE),
-    ),
-    Sample(
         "hunyuan, on lines",
-        of_syntax(tool_syntax.HUNYUAN),
+        of_format(formats.HUNYUAN),
         f"So.<tool_calls>\n<tool_call>get_weather\n```json\n{_J(PARIS)}\n```</tool_call>\n"
         "<tool_call>now\n```json\n{}\n```</tool_call>\n</tool_calls>\nDone.",
         "So.\nDone.",
@@ -517,43 +455,11 @@ SAMPLES = (
     ),
     Sample(
         "olmo 3",
-        of_syntax(tool_syntax.OLMO_3),
+        of_format(formats.OLMO_3),
         f'So.\n<function_calls>get_weather(city="Paris", days=2)\nnote(text={_J(NASTY)})\n'
         "now(a=true, b=null, c=[1.5])</function_calls>",
         "So.\n",
         (WEATHER, NOTE, ("now", {"a": True, "b": None, "c": [1.5]})),
-    ),
-    Sample(
-        "olmo 3, on lines",
-        of_syntax(tool_syntax.OLMO_3),
-        "<function_calls>\n  get_weather(city='Paris', days=2)\n  now()\n</function_calls>",
-        "",
-        (WEATHER, ("now", {})),
-    ),
-    Sample(
-        "apertus",
-        of_syntax(tool_syntax.APERTUS),
-        f'I look.<|tools_prefix|>[{{"get_weather": {_J(PARIS)}}}, {{"note": {_J({"text": NASTY})}}}]'
-        "<|tools_suffix|>",
-        "I look.",
-        (WEATHER, NOTE),
-    ),
-    Sample(
-        "internlm",
-        of_syntax(tool_syntax.INTERNLM),
-        f"Sure.<|action_start|><|plugin|>\n{_CALL.replace('arguments', 'parameters')}<|action_end|>"
-        f"<|action_start|><|plugin|>{_NOTE}<|action_end|>",
-        "Sure.",
-        (WEATHER, NOTE),
-    ),
-    Sample(
-        "minimax",
-        of_mlx("minimax_m2"),
-        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
-        '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="note">\n'
-        f'<parameter name="text">{NASTY}</parameter>\n</invoke>\n</minimax:tool_call>',
-        "",
-        (WEATHER, NOTE),
     ),
     Sample(
         "lfm2",
@@ -564,22 +470,6 @@ SAMPLES = (
         (WEATHER, ("note", {"text": "<|tool_call_end|>"})),
     ),
     Sample(
-        "longcat",
-        of_mlx("longcat"),
-        "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
-        "<longcat_arg_value>Paris</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
-        "<longcat_arg_value>2</longcat_arg_value>\n</longcat_tool_call>",
-        "",
-        (WEATHER,),
-    ),
-    Sample(
-        "function gemma",
-        of_mlx("function_gemma"),
-        "<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:2}<end_function_call>",
-        "",
-        (WEATHER,),
-    ),
-    Sample(
         "gemma 4",
         of_mlx("gemma4"),
         'OK<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:2}<tool_call|>'
@@ -588,45 +478,8 @@ SAMPLES = (
         (WEATHER, ("note", {"text": 'a } <tool_call|> "b"'})),
     ),
     Sample(
-        "kimi k3",
-        of_mlx("kimi_k3"),
-        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
-        '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|>'
-        '<|open|>argument key="days" type="number"<|sep|>2<|close|>argument<|sep|>'
-        '<|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|>'
-        "<|close|>tools<|sep|>",
-        "",
-        (WEATHER, ("now", {})),
-    ),
-    Sample(
-        "minicpm5",
-        of_mlx("minicpm5"),
-        '<function name="get_weather"><param name="city">Paris</param><param name="days">2</param></function>',
-        "",
-        (WEATHER,),
-    ),
-    Sample(
-        "muse spark",
-        of_mlx("muse_spark"),
-        '<atem:function_calls><atem:invoke name="get_weather"><atem:parameter name="city">Paris'
-        '</atem:parameter><atem:parameter name="days">2</atem:parameter></atem:invoke>'
-        "</atem:function_calls>",
-        "",
-        (WEATHER,),
-    ),
-    Sample(
-        "deepseek v3.2",
-        of_syntax(tool_syntax.DEEPSEEK_32),
-        f"Hm.\n\n<{_DSML}function_calls>\n"
-        + _dsml("get_weather", '"city" string="true">Paris', '"days" string="false">2')
-        + _dsml("note", f'"text" string="true">{NASTY}')
-        + f"</{_DSML}function_calls>",
-        "Hm.\n\n",
-        (WEATHER, NOTE),
-    ),
-    Sample(
         "deepseek v4",
-        of_syntax(tool_syntax.DEEPSEEK_32),
+        of_format(formats.DEEPSEEK_32),
         f"<{_DSML}tool_calls>\n"
         + _dsml("note", '"text" string="true">5')
         + _dsml("now", '"x" string="false">{"a": "</b>"}')
@@ -640,14 +493,6 @@ SAMPLES = (
         f"<tool_call>{_CALL}</tool_call><tool_call>note {_J({'text': NASTY})}</tool_call>",
         "",
         (WEATHER, NOTE),
-    ),
-    Sample(
-        "glm 4.7",
-        of_syntax(tool_syntax.GLM_47),
-        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days"
-        "</arg_key><arg_value>2</arg_value></tool_call>",
-        "",
-        (WEATHER,),
     ),
     Sample(
         "minicpm5, several",

@@ -28,6 +28,7 @@ from mlx_manager.mlx_server.formats import (
     PLAIN,
     OutputFormat,
     Region,
+    ToolFormat,
     openai_call_id,
     short_call_id,
 )
@@ -55,18 +56,13 @@ from mlx_manager.mlx_server.models.adapters.tool_schemas import (
     described_function,
     shown_function,
 )
-from mlx_manager.mlx_server.models.adapters.tool_syntax import (
-    GENERIC,
-    HARMONY,
-    LLAMA,
-    ToolSyntax,
-    syntax_of,
-)
+from mlx_manager.mlx_server.models.adapters.tool_syntax import syntax_of
 from mlx_manager.mlx_server.models.adapters.turns import Changes, WriteCalls, turns, with_system
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_id, token_ids
-from mlx_manager.mlx_server.models.adapters.writing import written
 from mlx_manager.mlx_server.models.families import DEFAULT, FAMILIES, family_of
 from mlx_manager.mlx_server.models.family import Family, Marks, MessageFormat, Tags
+from mlx_manager.mlx_server.text.tool_calls.formats import FORMATS, GENERIC, LLAMA
+from mlx_manager.mlx_server.text.tool_calls.writer import write_calls
 from mlx_manager.mlx_server.utils.text import encodable
 
 Tokenizer = Any
@@ -76,9 +72,6 @@ _RENDERER_OPTIONS = (
     inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() | {"messages"}
 ) - {"documents", "kwargs"}
 
-
-TOOL_FORMATS: Mapping[str, ToolSyntax] = {"harmony": HARMONY}
-"""Formats of calls by the names that families have for them."""
 
 THINKING = tuple(marks for family in FAMILIES.values() for marks in family.thinking)
 CONTENT = tuple(marks for family in FAMILIES.values() for marks in family.content)
@@ -101,7 +94,7 @@ class Adapter:
     ) -> None:
         self._family = family
         self._config_eos = _as_ids((config or {}).get("eos_token_id"))
-        self._syntax: ToolSyntax | None = None
+        self._syntax: ToolFormat | None = None
         self._write: WriteCalls = _write_generic
         self._traits = TemplateTraits()
         self._learned_turn_end: int | None = None
@@ -109,20 +102,20 @@ class Adapter:
             self._syntax = self._syntax_of(tokenizer)
             self._traits = probe(self._render_plainly(tokenizer))
             self._learned_turn_end = self._turn_end_of(self._traits, tokenizer)
-        shape = self._syntax.form([]).shape if self._syntax else None
+        form = self._syntax
         # Where answers are messages with headers, calls are no part of a message's text.
-        known = self._syntax is not LLAMA or self._traits.tools != "nowhere"
-        if shape is not None and known and not shape.whole:
-            self._write = partial(written, shape)
+        known = form is not LLAMA or self._traits.tools != "nowhere"
+        if form is not None and known and not form.whole:
+            self._write = partial(write_calls, form)
         self._fitting = Fitting(partial(self._rendered, tokenizer), self._placed)
 
     @property
     def family(self) -> str:
         return self._family.name
 
-    def _syntax_of(self, tokenizer: Tokenizer) -> ToolSyntax:
+    def _syntax_of(self, tokenizer: Tokenizer) -> ToolFormat:
         found = syntax_of(tokenizer)
-        return TOOL_FORMATS.get(self._family.tool_format, found) if found is LLAMA else found
+        return FORMATS.get(self._family.tool_format, found) if found is LLAMA else found
 
     # -- Ends ----------------------------------------------------------------------------------
 
@@ -334,7 +327,6 @@ class Adapter:
         syntax = self._syntax if conversation.offers_tools else None
         if self._tells_in_text(conversation):
             syntax = GENERIC
-        form = syntax.form(template_tools(conversation.tools)) if syntax else None
         openers = syntax.openers if syntax else ()
         marks = self.reasoning_marks(tokenizer, conversation)
         structural = self.structural_marks(tokenizer, conversation)
@@ -345,10 +337,10 @@ class Adapter:
         output = OutputFormat(
             edges=edges,
             initial=initial,
-            calls=form,
+            calls=syntax,
             offered={tool.name: tool.parameters for tool in conversation.tools if syntax},
             parallel=conversation.parallel_tool_calls,
-            keep=kept_tokens(tokenizer, edges, form),
+            keep=kept_tokens(tokenizer, edges, syntax),
             thinking_end=marks[1] if marks else "",
             new_call_id=short_call_id if self._traits.call_ids == "short" else openai_call_id,
         )
@@ -461,8 +453,7 @@ def _renderer(tokenizer: Tokenizer) -> Callable[..., Any]:
 
 
 def _write_generic(calls: Sequence[ToolCall]) -> str:
-    shape = GENERIC.form([]).shape
-    return f"\n{written(shape, calls)}" if shape else ""
+    return f"\n{write_calls(GENERIC, calls)}"
 
 
 def _refused(conversation: Conversation, error: Exception) -> InvalidRequest:

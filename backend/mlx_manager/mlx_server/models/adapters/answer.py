@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlx_manager.mlx_server.core import Conversation
-from mlx_manager.mlx_server.formats import CallFormat, Region
+from mlx_manager.mlx_server.formats import Region, ToolFormat
 from mlx_manager.mlx_server.models.family import Marks
 
 Edges = Mapping[Region, tuple[tuple[str, Region], ...]]
@@ -76,22 +76,13 @@ def prompt_tail(tokenizer: Any, prompt_ids: Sequence[int]) -> str:
 
 
 def kept_tokens(
-    tokenizer: Any, edges: Edges, form: CallFormat | None, header: str = ""
+    tokenizer: Any, edges: Edges, form: ToolFormat | None, header: str = ""
 ) -> frozenset[int]:
     """Return the special tokens that occur in a marker and therefore count as text."""
     texts = [marker for found in edges.values() for marker, _ in found]
-    patterns = [header]
     if form is not None:
-        patterns.append(form.item)
-        texts += [form.end, form.close, *form.quotes]
-        if form.parameters is not None:
-            parameters = form.parameters
-            patterns += [parameters.call, parameters.head, parameters.whole, parameters.close]
-            texts += [parameters.end, parameters.call_end, parameters.whole_end]
-        if form.block is not None:
-            texts += [text for quote in form.block.quotes for text in quote]
-            texts.append(form.block.end or "")
-    texts += [re.sub(r"\\(\W)", r"\1", pattern) for pattern in patterns]
+        texts += form.texts
+    texts.append(re.sub(r"\\(\W)", r"\1", header))
     return frozenset(
         token_id
         for token_id, token in tokenizer.added_tokens_decoder.items()

@@ -15,9 +15,9 @@ from itertools import combinations, count, pairwise
 from typing import Any
 
 from mlx_manager.mlx_server.core import Conversation, Message, Tool, ToolCall
-from mlx_manager.mlx_server.models.adapters.messages import call_object
 from mlx_manager.mlx_server.models.adapters.template import RENDER_ERRORS
 from mlx_manager.mlx_server.models.adapters.turns import Change, Changes, by_turn
+from mlx_manager.mlx_server.text.tool_calls.writer import call_object
 
 Rendered = Callable[[Conversation, Changes], str]
 Placed = Callable[[Conversation, Changes], Sequence[Message]]

@@ -1,7 +1,7 @@
 """Tools, calls and results as text, for templates that have no place for them.
 
 The form is Hermes's: JSON between `<tools>`, `<tool_call>` and `<tool_response>`, which most models
-have seen. `tool_syntax.GENERIC` reads the calls, and writes past ones.
+have seen. The calls are in the format `GENERIC`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import string
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from mlx_manager.mlx_server.core import Message, Tool, ToolCall
 from mlx_manager.mlx_server.models.adapters.template import TemplateTraits
+from mlx_manager.mlx_server.text.tool_calls.writer import call_object
 
 _BASE62 = string.digits + string.ascii_letters
 
@@ -40,37 +40,6 @@ def template_messages(messages: Iterable[Message], traits: TemplateTraits) -> li
     known = list(messages)
     names = {call.id: call.name for message in known for call in message.tool_calls}
     return [_entry(message, traits, names) for message in known]
-
-
-def call_object(text: str) -> Any:
-    """Return arguments as the object that most templates want, or unchanged if they are no JSON.
-
-    JSON that Python would change (repeated names, numbers too large) stays text, too.
-    """
-    if text.strip() in ("", "null"):
-        return {}
-    try:
-        return json.loads(
-            text, object_pairs_hook=_object, parse_float=_float, parse_constant=_refused
-        )
-    except (ValueError, RecursionError):
-        return text
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name twice")
-    return found
-
-
-def _float(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _refused(text)
-
-
-def _refused(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
 
 
 def _short_id(call_id: str) -> str:

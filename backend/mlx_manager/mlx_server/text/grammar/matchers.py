@@ -31,7 +31,7 @@ from mlx_manager.mlx_server.core import (
     Tool,
 )
 from mlx_manager.mlx_server.errors import InvalidParameter, OutOfRange, UnsupportedParameter
-from mlx_manager.mlx_server.formats import CallShape
+from mlx_manager.mlx_server.formats import ToolFormat
 from mlx_manager.mlx_server.limits import MOST_GRAMMAR, MOST_PATTERN, MOST_SCHEMA
 from mlx_manager.mlx_server.text.grammar.bounds import (
     TooMuchError,
@@ -261,7 +261,7 @@ class Grammars:
 
     def calls(
         self,
-        shape: CallShape,
+        form: ToolFormat,
         tools: Sequence[Tool],
         *,
         parallel: bool,
@@ -276,13 +276,13 @@ class Grammars:
         split = self._split
 
         def lark(some: Sequence[Tool]) -> str:
-            return calls_grammar(shape, some, split, parallel=parallel)
+            return calls_grammar(form, some, split, parallel=parallel)
 
         return self._of_tools(lark, tools, param, waiting)
 
     def free_calls(
         self,
-        shape: CallShape,
+        form: ToolFormat,
         tools: Sequence[Tool],
         openers: Sequence[str],
         *,
@@ -297,7 +297,7 @@ class Grammars:
         split = self._split
 
         def lark(some: Sequence[Tool]) -> str:
-            return free_calls_grammar(shape, some, split, openers)
+            return free_calls_grammar(form, some, split, openers)
 
         return self._of_tools(lark, tools, param, waiting)
 
@@ -332,7 +332,7 @@ class Grammars:
     def answer_or_calls(
         self,
         constraint: Constraint,
-        shape: CallShape,
+        form: ToolFormat,
         tools: Sequence[Tool],
         *,
         parallel: bool,
@@ -344,28 +344,28 @@ class Grammars:
             InvalidParameter: the one or the other can't be honoured; says which and why.
         """
         try:
-            whole = self._answer_or_calls(constraint, shape, tools, parallel=parallel)
+            whole = self._answer_or_calls(constraint, form, tools, parallel=parallel)
             return self.matcher(whole, constraint.param, _most(constraint), waiting)
         except (InvalidParameter, UnwritableError) as error:
             simple = not isinstance(error, TooLargeForm)
             if simple and (eased := self._eased(constraint, waiting)) is not None:
-                return self.answer_or_calls(eased, shape, tools, parallel=parallel, waiting=waiting)
+                return self.answer_or_calls(eased, form, tools, parallel=parallel, waiting=waiting)
             self.answer(constraint, waiting)
-            self.calls(shape, tools, parallel=parallel, param="tools", waiting=waiting)
+            self.calls(form, tools, parallel=parallel, param="tools", waiting=waiting)
             raise
 
     def _answer_or_calls(
-        self, constraint: Constraint, shape: CallShape, tools: Sequence[Tool], *, parallel: bool
+        self, constraint: Constraint, form: ToolFormat, tools: Sequence[Tool], *, parallel: bool
     ) -> str:
         answer = answer_grammar(constraint)
-        if not shape.bare:
-            calls = calls_grammar(shape, tools, self._split, parallel=parallel)
+        if not form.bare:
+            calls = calls_grammar(form, tools, self._split, parallel=parallel)
         elif "json_schema" in answer:
             # Both begin with a brace: only as JSON can they be followed side by side.
             schema = json.dumps(answer["json_schema"])
-            return f"start: calls | answer\nanswer: %json {schema}\n{bare_calls(shape, tools)}"
+            return f"start: calls | answer\nanswer: %json {schema}\n{bare_calls(form, tools)}"
         else:
-            calls = f"start: calls\n{bare_calls(shape, tools)}"
+            calls = f"start: calls\n{bare_calls(form, tools)}"
         grammars = [
             {"name": "either", "lark_grammar": "start: @calls | @answer"},
             {"name": "calls", "lark_grammar": calls},

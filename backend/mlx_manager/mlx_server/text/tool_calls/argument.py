@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import regex
 
-from mlx_manager.mlx_server.formats import Parameters
 from mlx_manager.mlx_server.text.source import Reading, Source, Steps
 from mlx_manager.mlx_server.text.tool_calls.lenient_json import (
     JsonReader,
@@ -21,6 +20,7 @@ from mlx_manager.mlx_server.text.tool_calls.lenient_json import (
     as_json,
     quoted,
 )
+from mlx_manager.mlx_server.text.tool_calls.patterns import TagPatterns
 from mlx_manager.mlx_server.text.tool_calls.schemas import ANYTHING, TEXT, Kind, Typed
 
 _NO_LETTERS = regex.compile(r"<\|(?:close|sep)\|>|[^a-z]+")
@@ -52,7 +52,7 @@ class ArgumentReader:
     def __init__(
         self,
         source: Source,
-        form: Parameters,
+        form: TagPatterns,
         typed: Typed,
         offered: Collection[str],
         *,
@@ -66,9 +66,6 @@ class ArgumentReader:
         self._offered = offered
         self._start = start
         self._write = write
-        self._item, self._call, self._begun_call, self._closing = _patterns(form)
-        self._head = regex.compile(form.head)
-        self._wrong = regex.compile(form.wrong)
         self._given: set[str] = set()
         self._started = self._whole = False
         self._break = "\n"
@@ -82,7 +79,7 @@ class ArgumentReader:
             NotACallError: no call has been announced, or it is complete and something else follows.
         """
         while True:
-            match = yield from self._source.match(self._item)
+            match = yield from self._source.match(self._form.item)
             if match is None or not self._fits(match):
                 over = yield from self._without_end(match)
                 if over is None:
@@ -116,7 +113,7 @@ class ArgumentReader:
         source = self._source
         blanks = yield from source.blanks()
         if not self._started:
-            source.take(source.begun(self._item))
+            source.take(source.begun(self._form.item))
             raise NotACallError
         if (yield from source.char(blanks)) == "":
             if not source.cut:
@@ -128,7 +125,7 @@ class ArgumentReader:
             source.take(0 if another else wrong)
             self._close()
             return not self._form.call_end
-        if source.ended and self._item.fullmatch(source.rest, partial=True):
+        if source.ended and self._form.item.fullmatch(source.rest, partial=True):
             source.take(len(source.rest))
             if not source.cut:
                 self._close()
@@ -247,9 +244,9 @@ class ArgumentReader:
             return True
         return self._source.cut and (
             end.startswith(text)
-            or self._item.fullmatch(rest, partial=True) is not None
-            or self._begun_call.fullmatch(rest, partial=True) is not None
-            or self._wrong.fullmatch(text, partial=True) is not None
+            or self._form.item.fullmatch(rest, partial=True) is not None
+            or self._form.begun.fullmatch(rest, partial=True) is not None
+            or self._form.wrong.fullmatch(text, partial=True) is not None
         )
 
     def _end_here(self, value: _Value, key: str, first: bool) -> Reading[_End | None]:
@@ -309,7 +306,7 @@ class ArgumentReader:
 
     def _wrong_end(self, place: int, end: str, also: Sequence[str]) -> Reading[int]:
         """Return the place behind a tag that resembles an end; 0 if there is none."""
-        length = yield from resembling(self._source, self._wrong, place, end, also)
+        length = yield from resembling(self._source, self._form.wrong, place, end, also)
         return place + length if length else 0
 
     def _other_end(
@@ -320,17 +317,17 @@ class ArgumentReader:
         Returns True if it surely is one, False if it may be text, None if there is none.
         """
         source = self._source
-        match = yield from source.match(self._head, place)
+        match = yield from source.match(self._form.head, place)
         if match is not None and (line_start or not self._form.line):
             if self._is_missing(self._key(match["key"])):
                 return (yield from self._is_argument(place + len(match[0])))
             if value is not None:
                 value.nested = True
             return None
-        match = yield from source.match(self._closing, place)
+        match = yield from source.match(self._form.closing, place)
         if match is not None:
             return (yield from self._calls_over(place + len(match[0])))
-        match = yield from source.match(self._begun_call, place)
+        match = yield from source.match(self._form.begun, place)
         if match is None:
             return None
         if value is not None:
@@ -348,7 +345,7 @@ class ArgumentReader:
             if char == "<":
                 if (yield from source.says(self._form.end, place)):
                     return (yield from self._can_follow(place + len(self._form.end)))
-                match = yield from source.match(self._begun_call, place)
+                match = yield from source.match(self._form.begun, place)
                 if match is not None and match["name"] in self._offered:
                     return True
             place += 1
@@ -356,7 +353,7 @@ class ArgumentReader:
 
     def _can_follow(self, place: int) -> Reading[bool]:
         """Return whether what stands there can follow the end of a value."""
-        if (yield from self._source.match(self._item, place)) is not None:
+        if (yield from self._source.match(self._form.item, place)) is not None:
             return True
         return (yield from self._must_follow(place))
 
@@ -379,7 +376,7 @@ class ArgumentReader:
             place = yield from source.blanks(place)
             if (yield from source.char(place)) == "" or (yield from self._call_ahead(place)):
                 return True
-            match = yield from source.match(self._closing, place)
+            match = yield from source.match(self._form.closing, place)
             wrong = yield from self._wrong_end(place, self._form.close, ())
             if match is not None and match.groupdict().get("close") is not None:
                 place += len(match[0])
@@ -390,7 +387,7 @@ class ArgumentReader:
         return False
 
     def _call_ahead(self, place: int) -> Reading[bool]:
-        match = yield from self._source.match(self._call, place)
+        match = yield from self._source.match(self._form.call, place)
         return match is not None and match["name"] in self._offered
 
     def _right_end(self, value: _Value) -> Reading[int | None]:
@@ -405,7 +402,7 @@ class ArgumentReader:
                     if (yield from follows(after)):
                         return place
                 else:
-                    match = yield from source.match(self._begun_call, place)
+                    match = yield from source.match(self._form.begun, place)
                     if match is not None and match["name"] in self._offered:
                         return None
             quotes = quotes and quotes.after(char)
@@ -427,18 +424,6 @@ class ArgumentReader:
                     place += 1
                 return None if source.cut else _End(0, len(part))
         return None
-
-
-def _patterns(form: Parameters) -> tuple[regex.Pattern[str], ...]:
-    """Return expressions for what follows a value, a call, a call with what follows its name, and
-    the end of one."""
-    end = rf"(?P<end>{regex.escape(form.call_end)})|" if form.call_end else ""
-    closing = rf"{end}(?P<close>{form.close})"
-    whole = rf"{form.whole}(?P<object>)|" if form.whole else ""
-    item = rf"\s*(?:{form.head}(?P<value>)|{whole}{closing})"
-    after = rf"\s*(?:{form.head}|{whole}{closing})"
-    found = (item, rf"\s*{form.call}", f"{form.call.replace('(?P<ahead><)', '')}{after}", closing)
-    return tuple(map(regex.compile, found))
 
 
 def resembling(

@@ -14,14 +14,16 @@ from mlx_manager.mlx_server.core import Tool
 from mlx_manager.mlx_server.errors import InvalidParameter, OutOfRange
 from mlx_manager.mlx_server.formats import (
     Aside,
-    AsObject,
-    Braces,
-    CallShape,
+    Call,
+    Json,
     Keywords,
     Maybe,
-    OneByOne,
     Pattern,
     Piece,
+    Tagged,
+    ToolFormat,
+    Unquoted,
+    last_text,
 )
 from mlx_manager.mlx_server.text.grammar.in_strings import in_json
 from mlx_manager.mlx_server.text.tool_calls.schemas import (
@@ -78,23 +80,23 @@ _CLASSES = {
 """As ECMA 262 has them, and with it JSON Schema; in Rust they are Unicode's."""
 
 
-def calls_grammar(shape: CallShape, tools: Sequence[Tool], split: Split, *, parallel: bool) -> str:
-    """Return a grammar in Lark for calls of `tools`, written as `shape` says: one or, if
+def calls_grammar(form: ToolFormat, tools: Sequence[Tool], split: Split, *, parallel: bool) -> str:
+    """Return a grammar in Lark for calls of `tools`, written in a format: one or, if
     `parallel`, one or more.
 
     Raises:
         InvalidParameter: a tool can't be called in this form; says why.
     """
-    writer = _Writer(shape, split)
+    writer = _Writer(form, split)
     call = writer.calls(tools)
-    more = f"({writer.pieces(shape.between)} {call})*" if parallel else ""
-    opening, closing = writer.pieces(shape.opening), writer.pieces(shape.closing)
+    more = f"({writer.pieces(form.between)} {call})*" if parallel else ""
+    opening, closing = writer.pieces(form.opening), writer.pieces(form.closing)
     writer.rules.insert(0, f"start: {opening} {call} {more} {closing}")
     return "\n".join(writer.rules) + "\n"
 
 
 def free_calls_grammar(
-    shape: CallShape, tools: Sequence[Tool], split: Split, openers: Sequence[str]
+    form: ToolFormat, tools: Sequence[Tool], split: Split, openers: Sequence[str]
 ) -> str:
     """Return a grammar in Lark for text of any kind, in which `openers` begin calls of `tools`.
 
@@ -103,12 +105,12 @@ def free_calls_grammar(
     Raises:
         InvalidParameter: a tool can't be called in this form; says why.
     """
-    writer = _Writer(shape, split)
+    writer = _Writer(form, split)
     call = writer.calls(tools)
-    if shape.bare:
+    if form.bare:
         return _free_bare_calls(writer, tools, openers)
-    closing = writer.pieces(shape.closing)
-    more = f"({writer.pieces(shape.between)} {call})*"
+    closing = writer.pieces(form.closing)
+    more = f"({writer.pieces(form.between)} {call})*"
     starts = [
         f"{writer.opened(ANYTHING, opener)} {writer.after(opener, call)} {more} {closing}"
         for opener in openers
@@ -116,8 +118,8 @@ def free_calls_grammar(
     ]
     free = writer.without(ANYTHING, openers)
     start = f"({' | '.join(starts)})* {free}"
-    if shape.message:
-        message, joint = writer.pieces(shape.message), writer.pieces(shape.joint)
+    if form.message:
+        message, joint = writer.pieces(form.message), writer.pieces(form.joint)
         start = f"(message {joint})* (message | {call} {more})\nmessage: {message} {free}"
     return "\n".join([f"start: {start}", *writer.rules]) + "\n"
 
@@ -130,16 +132,16 @@ def _free_bare_calls(writer: _Writer, tools: Sequence[Tool], openers: Sequence[s
     text = rf"/\s*[^\s{{](?s:.*)/{begun}"
     several = "objects: calls (/[;\\s]+/ calls)*"
     starts = [f"{writer.opened(text, opener)} objects" for opener in openers]
-    starts += [f"{writer.opened_at_once(opener)} objects" for opener in openers]
+    starts += [f"{writer.pieces([opener])} objects" for opener in openers]
     ways = [r"/\s+/? objects", *starts, *(rule for _, rule in named), writer.without(text, openers)]
     start = f"start: ({' | '.join(ways)})?"
-    return "\n".join([start, several, *writer.rules, bare_calls(writer.shape, tools)])
+    return "\n".join([start, several, *writer.rules, bare_calls(writer.form, tools)])
 
 
-def bare_calls(shape: CallShape, tools: Sequence[Tool]) -> str:
+def bare_calls(form: ToolFormat, tools: Sequence[Tool]) -> str:
     """Return the rule `calls`: one call as a JSON object of free layout."""
-    assert isinstance(shape.arguments, AsObject)
-    key = shape.arguments.key
+    assert form.call.keys is not None
+    _, key = form.call.keys
     objects = []
     for tool in tools:
         if tool.text_grammar is not None:
@@ -214,8 +216,8 @@ def _slashed(regex: str) -> str:
 class _Writer:
     """Collects the rules of one grammar."""
 
-    def __init__(self, shape: CallShape, split: Split) -> None:
-        self.shape = shape
+    def __init__(self, form: ToolFormat, split: Split) -> None:
+        self.form = form
         self._split = split
         self.rules: list[str] = []
         self._known: dict[str, str] = {}
@@ -230,17 +232,16 @@ class _Writer:
 
     def calls(self, tools: Sequence[Tool]) -> str:
         """Return the rule for a call of any of `tools`."""
-        shape = self.shape
         self._names = [tool.name for tool in tools]
         self._called = [(tool.name, self._checked(tool)) for tool in tools]
-        ways = [(shape.head, shape.middle), *([shape.other] if shape.other else [])]
-        found = [f"{self.pieces(head)} {self._bodies(middle)}" for head, middle in ways]
+        ways = filter(None, [self.form.call, self.form.other])
+        found = [f"{self.pieces(call.head)} {self._bodies(call)}" for call in ways]
         return self._rule("call", " | ".join(found))
 
     def _checked(self, tool: Tool) -> str:
         """Return the rule for a tool's arguments, if it can be called in this form."""
         param = tool.schema_param
-        if not re.fullmatch(self.shape.name, tool.name):
+        if not re.fullmatch(self.form.call.names, tool.name):
             raise InvalidParameter(
                 f"`{tool.param}.name`: this model's format of calls has no form for {tool.name!r}.",
                 param=f"{tool.param}.name",
@@ -257,9 +258,9 @@ class _Writer:
                 param=param,
             ) from error
 
-    def _bodies(self, middle: Sequence[Piece]) -> str:
+    def _bodies(self, call: Call) -> str:
         """Return the rule for the rest of a call after its head."""
-        between, tail = self.pieces(middle), self.pieces(self.shape.tail)
+        between, tail = self.pieces(call.middle), self.pieces(call.tail)
         ways = [
             self._rule("body", f"{self._text(name)} {between} {arguments} {tail}")
             for name, arguments in self._called
@@ -270,21 +271,18 @@ class _Writer:
 
     def after(self, opener: str, call: str) -> str:
         """Return the rest of the first call, and of the text before it, after `opener`."""
-        if self.shape.opening:
-            return f"{self.pieces(_less(self.shape.opening, opener))} {call}"
-        return f"{self.pieces(_less(self.shape.head, opener))} {self._bodies(self.shape.middle)}"
+        first, *rest = self.form.opening or self.form.call.head
+        begun = self.pieces([str(first).removeprefix(opener), *rest])
+        return f"{begun} {call if self.form.opening else self._bodies(self.form.call)}"
 
     def begins_with(self, opener: str) -> bool:
         """Return whether calls in this format may begin with `opener`."""
-        first = (self.shape.opening + self.shape.head)[0]
-        return isinstance(first, str) and first.startswith(opener)
+        first = (self.form.opening + self.form.call.head)[:1]
+        return last_text(first).startswith(opener)
 
     def opened(self, text: str, opener: str) -> str:
         """Return a rule for `text`, a terminal's expression, up to and with the first `opener`."""
         return self._rule("opened", self._until(text, opener))
-
-    def opened_at_once(self, opener: str) -> str:
-        return self._rule("opened", self._text(opener))
 
     def keyword_calls(self, tools: Sequence[Tool]) -> list[tuple[str, str]]:
         """Return the beginning and the rule of lists of calls as in Python, one for each first
@@ -324,10 +322,10 @@ class _Writer:
         if tool.text_grammar is not None:
             return self._text_argument(tool.text_grammar, *tool.parameters["required"])
         root = self._root(tool)
-        match self.shape.arguments:
-            case AsObject():
+        match self.form.call.arguments:
+            case Json():
                 return self._json(root, root)
-            case OneByOne() as form:
+            case Tagged() as form:
                 self._markup = self._heads(form, properties(root))
                 ways = [
                     (self._parameter(form, name, schema, root), name in required(root))
@@ -336,21 +334,21 @@ class _Writer:
                 return " ".join(rule if needed else f"{rule}?" for rule, needed in ways)
             case Keywords():
                 return self._listed(self._keywords(root))
-            case Braces(quote):
+            case Unquoted(quote):
                 return f'"{{" {self._members(root, root, quote)} "}}"'
 
     def _text_argument(self, grammar: str, name: str) -> str:
         """Return the grammar of a tool's only argument, a text that `grammar` derives."""
-        match self.shape.arguments:
-            case AsObject():
+        match self.form.call.arguments:
+            case Json():
                 return self._rule("text", json_text(grammar, name))
-            case OneByOne() as form:
-                begin, middle = map(self._text, (f"{form.begin}{name}", form.middle + form.text))
-                end, tail = map(self._text, (form.end, form.tail))
-                return self._rule("text", f"{begin} {middle} {_nested(grammar)} {end} {tail}")
+            case Tagged() as form:
+                begin, middle = map(self._text, (f"{form.begin}{name}", form.before("string")))
+                end, after = map(self._text, (form.end, form.after))
+                return self._rule("text", f"{begin} {middle} {_nested(grammar)} {end} {after}")
             case Keywords():
                 return f"{literal(f'{name}=')} {_quoted(grammar)}"
-            case Braces(quote):
+            case Unquoted(quote):
                 mark = self._text(quote)
                 text = f'{literal("{" + name + ":")} {mark} {_nested(grammar)} {mark} "}}"'
                 return self._rule("text", text)
@@ -374,7 +372,7 @@ class _Writer:
             more = self._rule("more", f"{literal(comma)} {member} {more}{absent_more}")
         return first
 
-    def _parameter(self, form: OneByOne, name: str, schema: Any, root: Mapping[str, Any]) -> str:
+    def _parameter(self, form: Tagged, name: str, schema: Any, root: Mapping[str, Any]) -> str:
         if re.search(r'[<>"\'\n]', name) or name != name.strip() or not name:
             raise UnwritableError(f"{name!r} can't be the name of a parameter")
         values = []
@@ -384,18 +382,17 @@ class _Writer:
             if branch.kind in ("string", "any"):
                 values.append(self._written(form, branch, kinds))
             else:
-                other = form.other.replace("{type}", branch.kind)
-                end = self._text(form.end)
-                values.append(f"{self._text(other)} {self._json(branch.schema, root)} {end}")
+                before, end = map(self._text, (form.before(branch.kind), form.end))
+                values.append(f"{before} {self._json(branch.schema, root)} {end}")
         if not values:
             raise UnwritableError(f"{name!r} can have no value")
-        begin, middle, tail = map(self._text, (f"{form.begin}{name}", form.middle, form.tail))
-        return self._rule("parameter", f"{begin} {middle} ({' | '.join(values)}) {tail}")
+        begin, after = map(self._text, (f"{form.begin}{name}", form.after))
+        return self._rule("parameter", f"{begin} ({' | '.join(values)}) {after}")
 
-    def _heads(self, form: OneByOne, names: Iterable[str]) -> str:
+    def _heads(self, form: Tagged, names: Iterable[str]) -> str:
         """Return an expression for what stands before each argument, and before each call."""
-        call = [piece for piece in self.shape.head if isinstance(piece, str)]
-        ways = [(form.begin, list(names)), (call[-1].strip().rpartition("\n")[2], self._names)]
+        call = last_text(self.form.call.head).rpartition("\n")[2]
+        ways = [(form.begin, list(names)), (call, self._names)]
         found = []
         for begin, named in ways:
             tag, blank, _ = begin.partition(" ")
@@ -403,11 +400,11 @@ class _Writer:
             found.append(f"{start}({'|'.join(map(re.escape, named))})")
         return "|".join(found)
 
-    def _written(self, form: OneByOne, branch: Branch, kinds: set[Kind]) -> str:
+    def _written(self, form: Tagged, branch: Branch, kinds: set[Kind]) -> str:
         """Return the grammar of text as it is, and of its end."""
-        mark = self._text(form.text)
+        mark = self._text(form.before("string"))
         text = text_of(branch)
-        if not form.text and kinds - {"string", "any", "null"}:
+        if not form.kind and kinds - {"string", "any", "null"}:
             # What looks like another of the types that are allowed would be read as such.
             text = rf"({text}) & ~/\s*(?:[-0-9\[{{]|true|false)(?s:.*)/"
         text = f"({text}) & ~/(?s:.*)({_slashed(self._markup)})(?s:.*)/"
@@ -585,11 +582,3 @@ def _references(schema: Any) -> list[str]:
         return []
     own = [schema["$ref"]] if isinstance(schema.get("$ref"), str) else []
     return own + [found for inner in schema.values() for found in _references(inner)]
-
-
-def _less(pieces: Sequence[Piece], opener: str) -> Sequence[Piece]:
-    """Return `pieces` after `opener`, with which they begin."""
-    first, *rest = pieces
-    assert isinstance(first, str)
-    assert first.startswith(opener)
-    return [first.removeprefix(opener), *rest]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import regex
 
 from mlx_manager.mlx_server.core import ToolCallDelta, ToolCallStarted
-from mlx_manager.mlx_server.formats import CallBlock, CallFormat, OutputFormat, Parameters
+from mlx_manager.mlx_server.formats import OutputFormat, ToolFormat, Unquoted
 from mlx_manager.mlx_server.text.source import Reading, Source, Steps
 from mlx_manager.mlx_server.text.tool_calls.argument import (
     ArgumentReader,
@@ -23,6 +24,7 @@ from mlx_manager.mlx_server.text.tool_calls.argument import (
     resembling,
 )
 from mlx_manager.mlx_server.text.tool_calls.lenient_json import JsonReader, NotJsonError, mended
+from mlx_manager.mlx_server.text.tool_calls.patterns import TagPatterns, patterns_of
 from mlx_manager.mlx_server.text.tool_calls.python_calls import python_calls
 from mlx_manager.mlx_server.text.tool_calls.schemas import typed_parameters
 from mlx_manager.mlx_server.utils.text import encodable
@@ -91,12 +93,12 @@ class CallReader:
     """
 
     def __init__(
-        self, output: OutputFormat, form: CallFormat, log: CallLog, opener: str, name: str = ""
+        self, output: OutputFormat, form: ToolFormat, log: CallLog, opener: str, name: str = ""
     ) -> None:
         self._offered = output.offered
         self._form = form
-        self._item_pattern = regex.compile(form.item)
-        self._markup = f"{form.end} {form.item}"
+        self._patterns = patterns_of(form)
+        self._item_pattern = self._patterns.item
         self._bare = form.bare and not opener
         self._log = log
         self._name = name
@@ -182,12 +184,12 @@ class CallReader:
 
     def _call(self, groups: dict[str, str | None]) -> Reading[bool]:
         """Read a call from its item on; return whether all calls end with it."""
-        form = self._form
-        if form.block and groups.get("block") is not None:
-            yield from self._read_block(form.block, groups["block"] or "")
-            return not form.block.several
-        if form.parameters and groups.get("params") is not None:
-            return (yield from self._read_parameters(form.parameters, groups["name"] or ""))
+        arguments, tags = self._form.call.arguments, self._patterns.tags
+        if groups.get("block") is not None:
+            yield from self._read_block(groups["block"] or "")
+            return self._patterns.block_end is not None or self._form.bare
+        if tags and groups.get("params") is not None:
+            return (yield from self._read_tagged(tags, groups["name"] or ""))
         if groups.get("object") is not None:
             yield from self._object()
             self._within = False
@@ -196,8 +198,8 @@ class CallReader:
         if groups.get("none") is not None:
             self._emit(name, "{}", call_id)
             self._source.decide()
-        elif groups.get("braces") is not None:
-            yield from self._stream_braces(name)
+        elif isinstance(arguments, Unquoted) and groups.get("braces") is not None:
+            yield from self._stream_unquoted(name, arguments.quote)
         else:
             yield from self._stream(name, call_id)
         return False
@@ -226,20 +228,22 @@ class CallReader:
             if self._named_only:
                 self._emit(self._name, "{}")
                 source.decide()
-        elif source.ended and not source.cut and self._form.end:
-            match = self._item_pattern.fullmatch(source.rest + self._form.end)
-            if match is not None and match.groupdict().get("none") is not None:
+        elif source.ended and not source.cut and self._patterns.end:
+            match = self._item_pattern.fullmatch(source.rest + self._patterns.end)
+            groups = match.groupdict() if match else {}
+            named = self._form.named_by_id or groups.get("name") in self._offered
+            if match and named and groups.get("none") is not None:
                 source.take(len(source.rest))
                 return match
         if not self._tail:
             source.take(source.begun(self._item_pattern))
             raise NotACallError
         length = yield from self._after_calls()
-        for end in (self._form.end, self._form.close):
+        for end in (self._patterns.end, self._patterns.close):
             if wrong := (yield from self._wrong_end(length, end)):
                 source.take(wrong)
                 source.decide()
-                if end == self._form.close:
+                if end == self._patterns.close:
                     raise NotACallError
                 return (yield from self._item())
         source.take(length)
@@ -249,7 +253,7 @@ class CallReader:
         """Return the length of separators and brackets after a call. The call's own end is
         dropped, and so is the beginning of an end where the output ends."""
         source, length = self._source, 0
-        markup = [text for text in (self._form.end, "```") if text and text in self._markup]
+        markup = [*filter(None, [self._patterns.end]), *(["```"] if self._patterns.fenced else [])]
         while char := (yield from source.char(length)):
             for text in markup:
                 if (yield from source.says(text, length)):
@@ -262,7 +266,7 @@ class CallReader:
                     break
                 length += 1
         said = source.rest[length:]
-        ends = (*markup, self._form.close)
+        ends = (*markup, self._patterns.close)
         if source.ended and any(end.startswith(said) for end in ends if said):
             source.take(len(source.rest))
             source.decide()
@@ -317,7 +321,7 @@ class CallReader:
 
     def _key(self) -> Reading[str]:
         key = _loads_string((yield from self._string()))
-        if key == self._form.name_key:
+        if key == self._patterns.name_key:
             key = "name"
         if self._bare and key not in _CALL_KEYS:
             raise NotACallError
@@ -369,21 +373,18 @@ class CallReader:
             raise NotACallError
         self._events.append(self._log.start(name, call_id))
         source.at -= 1
-        form = self._form
-        ends = tuple(filter(None, (form.end, form.close)))
+        ends = tuple(filter(None, (self._patterns.end, self._patterns.close)))
         again = self._another if self._opener else None
         yield from self._pass_on(JsonReader(source, self._write, ends=ends, again=again))
 
-    def _stream_braces(self, name: str) -> Steps:
+    def _stream_unquoted(self, name: str, quote: str) -> Steps:
         """Read the arguments whose brace comes next, in a notation with quotes of its own."""
-        source, form = self._source, self._form
-        typed = typed_parameters(self._offered[name])
         reader = JsonReader(
-            source,
+            self._source,
             self._write,
-            typed=typed,
-            quotes=form.quotes,
-            ends=(form.close,),
+            typed=typed_parameters(self._offered[name]),
+            quotes=(quote,),
+            ends=(self._patterns.close,),
             again=self._another,
         )
         if not (yield from reader.begins()):
@@ -425,9 +426,9 @@ class CallReader:
             self._events.append(ToolCallDelta(self._log.started - 1, text))
         self._arguments.clear()
 
-    # -- Arguments that are written one by one -------------------------------------------------
+    # -- Arguments between tags ----------------------------------------------------------------
 
-    def _read_parameters(self, form: Parameters, name: str) -> Reading[bool]:
+    def _read_tagged(self, form: TagPatterns, name: str) -> Reading[bool]:
         """Read a call's arguments after its name; return whether this was the end of all calls."""
         if name not in self._offered:
             raise NotACallError
@@ -439,16 +440,14 @@ class CallReader:
         reader = ArgumentReader(
             self._source, form, typed, self._offered, start=start, write=self._write
         )
-        try:
+        closed = None
+        with suppress(NotACallError):
             closed = yield from reader.read()
-        except NotACallError:
-            if reader.complete:
-                self._tail = True
-                self._end_call()
-            raise
         if reader.complete:
             self._tail = True
             self._end_call()
+        if closed is None:
+            raise NotACallError
         return closed
 
     # -- Calls that are emitted when they are complete -----------------------------------------
@@ -470,9 +469,9 @@ class CallReader:
             raise NotACallError
         return name
 
-    def _emit_block(self, block: CallBlock, text: str) -> None:
+    def _emit_block(self, text: str) -> None:
         try:
-            calls = block.parse(text) if block.parse else python_calls(text, self._offered)
+            calls = python_calls(text, self._offered)
         except ValueError as error:
             raise NotACallError from error
         if not calls or any(name not in self._offered for name, _ in calls):
@@ -485,8 +484,9 @@ class CallReader:
         self._arguments.append(encodable(arguments))
         self._end_call()
 
-    def _read_block(self, block: CallBlock, beginning: str) -> Steps:
-        ending = _BlockEnding(block)
+    def _read_block(self, beginning: str) -> Steps:
+        end = self._patterns.block_end
+        ending = _BlockEnding(end)
         source, text = self._source, list(beginning)
         for char in beginning:
             ending.reached(char)
@@ -497,45 +497,39 @@ class CallReader:
         else:
             if source.cut:
                 raise NotACallError
-            text = list(_without_beginning("".join(text), block.end or ""))
-        self._emit_block(block, "".join(text).removesuffix(block.end or ""))
+            text = list(_without_beginning("".join(text), end or ""))
+        self._emit_block("".join(text).removesuffix(end or ""))
         source.decide()
 
 
 class _BlockEnding:
-    """Finds a block's end, character by character, outside of what is quoted in it."""
+    """Finds a block's end, character by character, outside of texts in quotes.
 
-    def __init__(self, block: CallBlock) -> None:
-        self._end = block.end
-        self._quotes = block.quotes
-        self._closing: str | None = None
+    end: the text that ends the block; None if its brackets do.
+    """
+
+    def __init__(self, end: str | None) -> None:
+        self._end = end
+        self._quote = ""
         self._escaped = False
         self._depth = 0
         self._recent = ""
-        texts = [text for quote in block.quotes for text in quote]
-        self._longest = max(len(text) for text in [*texts, block.end or "]"])
 
     def reached(self, char: str) -> bool:
-        self._recent = (self._recent + char)[-self._longest :]
-        if self._closing is not None:
-            self._quoted(char, self._closing)
-            return False
-        for opening, closing in self._quotes:
-            if self._recent.endswith(opening):
-                self._closing, self._recent = closing, ""
-                return False
-        if self._end is not None:
-            return self._recent.endswith(self._end)
-        self._depth += (char in "([{") - (char in ")]}")
-        return self._depth <= 0
-
-    def _quoted(self, char: str, closing: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif char == "\\" and len(closing) == 1:
-            self._escaped = True
-        elif self._recent.endswith(closing):
-            self._closing, self._recent = None, ""
+        if self._quote:
+            if self._escaped or char == "\\":
+                self._escaped = not self._escaped
+            elif char == self._quote:
+                self._quote = ""
+        elif char in "\"'":
+            self._quote, self._recent = char, ""
+        elif self._end is not None:
+            self._recent = (self._recent + char)[-len(self._end) :]
+            return self._recent == self._end
+        else:
+            self._depth += (char in "([{") - (char in ")]}")
+            return self._depth <= 0
+        return False
 
 
 def _loads_string(literal: str) -> str:

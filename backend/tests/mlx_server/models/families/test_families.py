@@ -15,10 +15,10 @@ from tiny_models import FAMILIES as TINY
 
 from mlx_manager.mlx_server.execution.spec.parts import names_of, parts_of
 from mlx_manager.mlx_server.models.adapters import detect_model_family, get_adapter
-from mlx_manager.mlx_server.models.adapters.adapter import TOOL_FORMATS
 from mlx_manager.mlx_server.models.families import FAMILIES
 from mlx_manager.mlx_server.models.family import Family
 from mlx_manager.mlx_server.models.module_facts import ModuleFacts
+from mlx_manager.mlx_server.text.tool_calls.formats import FORMATS
 
 TYPES = {
     "apertus": ("apertus",),
@@ -89,7 +89,7 @@ def test_a_name_tells_the_family_without_a_config(name: str, expected: str) -> N
 
 
 def test_tool_formats_that_families_name_are_known(family: Family) -> None:
-    assert not family.tool_format or family.tool_format in TOOL_FORMATS
+    assert not family.tool_format or family.tool_format in FORMATS
 
 
 @cache

@@ -24,7 +24,6 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.formats import Aside
-from mlx_manager.mlx_server.models.adapters import tool_syntax
 from mlx_manager.mlx_server.text.grammar import matchers as grammar
 from mlx_manager.mlx_server.text.grammar.matchers import (
     Grammars,
@@ -34,6 +33,7 @@ from mlx_manager.mlx_server.text.grammar.matchers import (
     unheld,
     with_tokens,
 )
+from mlx_manager.mlx_server.text.tool_calls.formats import FORMATS
 
 SCHEMAS = Path(__file__).parents[5] / "shared/data/json_schemas.jsonl"
 END = (2553, 2556, 2557)
@@ -234,41 +234,27 @@ def test_what_of_a_schema_is_not_held_is_named_and_refused_if_it_is_strict(
 
 # Forced calls
 
-SHAPES = {
-    name: getattr(tool_syntax, name).form([]).shape
-    for name in (
-        "LLAMA",
-        "HERMES",
-        "GRANITE",
-        "MISTRAL",
-        "MISTRAL_ARGS",
-        "KIMI_K2",
-        "DEEPSEEK",
-        "DEEPSEEK_31",
-        "HARMONY",
-    )
-}
 WRITTEN = {
-    "LLAMA": '{"name": "weather.now", "parameters": {"city": "Ulm", "days": 1.5}}',
-    "HERMES": '<tool_call>\n{"name": "weather.now", "arguments": {"city": "Ulm"}}\n</tool_call>',
-    "GRANITE": '<|tool_call|>[{"name": "weather.now", "arguments": {"city": "Ulm"}}]',
-    "MISTRAL": '[TOOL_CALLS][{"name": "weather.now", "arguments": {"city": "Ulm"}}]',
-    "MISTRAL_ARGS": '[TOOL_CALLS]weather.now[ARGS]{"city": "Ulm"}',
-    "KIMI_K2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather.now:0"
+    "llama": '{"name": "weather.now", "parameters": {"city": "Ulm", "days": 1.5}}',
+    "hermes": '<tool_call>\n{"name": "weather.now", "arguments": {"city": "Ulm"}}\n</tool_call>',
+    "granite": '<|tool_call|>[{"name": "weather.now", "arguments": {"city": "Ulm"}}]',
+    "mistral": '[TOOL_CALLS][{"name": "weather.now", "arguments": {"city": "Ulm"}}]',
+    "mistral-args": '[TOOL_CALLS]weather.now[ARGS]{"city": "Ulm"}',
+    "kimi-k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather.now:0"
     '<|tool_call_argument_begin|>{"city": "Ulm"}<|tool_call_end|><|tool_calls_section_end|>',
-    "DEEPSEEK": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather.now\n"
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather.now\n"
     '```json\n{"city": "Ulm"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-    "DEEPSEEK_31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather.now<｜tool▁sep｜>"
+    "deepseek-3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather.now<｜tool▁sep｜>"
     '{"city": "Ulm"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
-    "HARMONY": " to=functions.weather.now<|channel|>commentary <|constrain|>json<|message|>"
+    "harmony": " to=functions.weather.now<|channel|>commentary <|constrain|>json<|message|>"
     '{"city": "Ulm"}',
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_calls_are_forced_in_the_models_own_format(grammars: Grammars, name: str):
     def calls(parallel: bool = True) -> LLMatcher:
-        return grammars.calls(SHAPES[name], [WEATHER, CLOCK], parallel=parallel)
+        return grammars.calls(FORMATS[name], [WEATHER, CLOCK], parallel=parallel)
 
     assert takes(grammars, calls(), WRITTEN[name])
     assert takes(grammars, calls(False), WRITTEN[name])
@@ -279,17 +265,17 @@ def test_calls_are_forced_in_the_models_own_format(grammars: Grammars, name: str
 
 
 def test_one_call_or_several(grammars: Grammars):
-    one = WRITTEN["LLAMA"]
-    shape = SHAPES["LLAMA"]
+    one = WRITTEN["llama"]
+    form = FORMATS["llama"]
     tools = [WEATHER, CLOCK]
-    assert takes(grammars, grammars.calls(shape, tools, parallel=True), f"{one}\n{one}")
-    assert not takes(grammars, grammars.calls(shape, tools, parallel=False), f"{one}\n{one}")
+    assert takes(grammars, grammars.calls(form, tools, parallel=True), f"{one}\n{one}")
+    assert not takes(grammars, grammars.calls(form, tools, parallel=False), f"{one}\n{one}")
 
 
 def test_thinking_may_stand_before_forced_calls_that_cover_the_whole_answer(grammars: Grammars):
     aside = Aside("<|start_header_id|>", "<|eom_id|>")
-    shape = replace(SHAPES["LLAMA"], opening=(aside,), whole=True)
-    matcher = grammars.calls(shape, [CLOCK], parallel=False)
+    form = replace(FORMATS["llama"], opening=(aside,), whole=True)
+    matcher = grammars.calls(form, [CLOCK], parallel=False)
     begin, end = (
         grammars.texts.tokenize_str(t, parse_special=True) for t in (aside.begin, aside.end)
     )
@@ -299,7 +285,7 @@ def test_thinking_may_stand_before_forced_calls_that_cover_the_whole_answer(gram
     assert takes(grammars, matcher, '{"name": "clock", "parameters": {}}')
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != "HARMONY"])
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name != "harmony"])
 @pytest.mark.parametrize(
     ("constraint", "answer"),
     [
@@ -312,7 +298,7 @@ def test_an_answer_may_be_in_its_form_or_a_call(
     grammars: Grammars, name: str, constraint: Constraint, answer: str
 ):
     def either() -> LLMatcher:
-        return grammars.answer_or_calls(constraint, SHAPES[name], [WEATHER, CLOCK], parallel=True)
+        return grammars.answer_or_calls(constraint, FORMATS[name], [WEATHER, CLOCK], parallel=True)
 
     assert takes(grammars, either(), answer)
     assert takes(grammars, either(), WRITTEN[name])
@@ -351,11 +337,11 @@ POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required":
 def test_references_within_parameters_hold_wherever_a_call_may_stand(
     grammars: Grammars, parameters: dict[str, Any], good: dict[str, Any], bad: dict[str, Any]
 ):
-    shape, tools = SHAPES["LLAMA"], [Tool("f", parameters=parameters)]
+    form, tools = FORMATS["llama"], [Tool("f", parameters=parameters)]
     ways = [
-        grammars.calls(shape, tools, parallel=False),
-        grammars.free_calls(shape, tools, [], param="tools"),
-        grammars.answer_or_calls(JsonSchema('{"type": "integer"}'), shape, tools, parallel=False),
+        grammars.calls(form, tools, parallel=False),
+        grammars.free_calls(form, tools, [], param="tools"),
+        grammars.answer_or_calls(JsonSchema('{"type": "integer"}'), form, tools, parallel=False),
     ]
     for matcher in ways:
         for arguments, fits in ((good, True), (bad, False)):
@@ -367,25 +353,25 @@ def test_the_tool_at_fault_is_named(grammars: Grammars):
     parameters = {"type": "object", "not": {}}
     bad = Tool("bad", parameters=parameters, strict=True, param="tools[1].function")
     with pytest.raises(InvalidParameter, match="not") as caught:
-        grammars.calls(SHAPES["LLAMA"], [CLOCK, bad], parallel=True)
+        grammars.calls(FORMATS["llama"], [CLOCK, bad], parallel=True)
     assert caught.value.param == "tools[1].function.parameters"
     assert "\n" not in caught.value.message
     for constraint in (JsonObject(), Choice(("yes", "no"))):
         with pytest.raises(InvalidParameter, match="not") as caught:
-            grammars.answer_or_calls(constraint, SHAPES["LLAMA"], [CLOCK, bad], parallel=True)
+            grammars.answer_or_calls(constraint, FORMATS["llama"], [CLOCK, bad], parallel=True)
         assert caught.value.param == "tools[1].function.parameters"
         assert "\n" not in caught.value.message
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_a_name_that_json_would_write_otherwise_is_refused(grammars: Grammars, name: str):
     tool = Tool("App\\Tools", param="tools[0]")
     with pytest.raises(InvalidParameter, match="no form for") as caught:
-        grammars.calls(SHAPES[name], [tool], parallel=True)
+        grammars.calls(FORMATS[name], [tool], parallel=True)
     assert caught.value.param == "tools[0].name"
 
 
-@pytest.mark.parametrize("name", ["LLAMA", "KIMI_K2"])
+@pytest.mark.parametrize("name", ["llama", "kimi-k2"])
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -397,7 +383,7 @@ def test_parameters_that_are_no_object_are_refused(
     grammars: Grammars, name: str, parameters: dict[str, Any]
 ):
     with pytest.raises(InvalidParameter) as caught:
-        grammars.calls(SHAPES[name], [Tool("f", parameters=parameters)], parallel=True)
+        grammars.calls(FORMATS[name], [Tool("f", parameters=parameters)], parallel=True)
     assert caught.value.param == "tools.parameters"
 
 
@@ -424,7 +410,7 @@ def test_parameters_may_be_named_in_several_places(
     if inner:
         definitions = parameters.pop("$defs", {})
         parameters = {"properties": {"x": parameters}, "required": ["x"], "$defs": definitions}
-    matcher = grammars.calls(SHAPES["LLAMA"], [Tool("f", parameters=parameters)], parallel=True)
+    matcher = grammars.calls(FORMATS["llama"], [Tool("f", parameters=parameters)], parallel=True)
     for given, fits in (
         ('{"a": 1, "b": 2}', True),
         ('{"a": 1}', False),
@@ -437,7 +423,7 @@ def test_parameters_may_be_named_in_several_places(
 
 def test_pythons_names_of_types_are_understood_among_others(grammars: Grammars):
     parameters = {"properties": {"x": {"type": ["float", "null"]}}, "required": ["x"]}
-    matcher = grammars.calls(SHAPES["LLAMA"], [Tool("f", parameters=parameters)], parallel=True)
+    matcher = grammars.calls(FORMATS["llama"], [Tool("f", parameters=parameters)], parallel=True)
     for value, fits in (("1.5", True), ("null", True), ('"a"', False)):
         text = f'{{"name": "f", "parameters": {{"x": {value}}}}}'
         assert takes(grammars, matcher.deep_copy(), text) is fits, text
@@ -446,7 +432,7 @@ def test_pythons_names_of_types_are_understood_among_others(grammars: Grammars):
 def test_parameters_that_may_be_an_object_are_one(grammars: Grammars):
     parameters = {"anyOf": [{"type": "string"}, {"type": "object", "properties": {}}]}
     for schema in (parameters, {"type": ["object", "null"], "properties": {}}):
-        matcher = grammars.calls(SHAPES["LLAMA"], [Tool("f", parameters=schema)], parallel=True)
+        matcher = grammars.calls(FORMATS["llama"], [Tool("f", parameters=schema)], parallel=True)
         assert takes(grammars, matcher.deep_copy(), '{"name": "f", "parameters": {}}')
         for other in ('"x"', "null"):
             text = f'{{"name": "f", "parameters": {other}}}'

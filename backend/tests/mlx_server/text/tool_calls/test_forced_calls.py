@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,19 +17,17 @@ import pytest
 from llguidance import LLMatcher
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from models.adapters.published import Published, write_tokenizer
-from text.outputs import Answer, parse
+from text.outputs import Answer, output_of, parse
 from thorough import ALL
 
 from mlx_manager.mlx_server.core import Tool
 from mlx_manager.mlx_server.errors import InvalidParameter
-from mlx_manager.mlx_server.formats import Aside, OutputFormat, Region
-from mlx_manager.mlx_server.models.adapters import tool_syntax
-from mlx_manager.mlx_server.models.adapters.answer import kept_tokens
-from mlx_manager.mlx_server.models.adapters.messages import template_tools
-from mlx_manager.mlx_server.models.families.gpt_oss import HARMONY
+from mlx_manager.mlx_server.formats import Aside, OutputFormat, ToolFormat
 from mlx_manager.mlx_server.text.detokenizer import TokenTexts
 from mlx_manager.mlx_server.text.grammar.matchers import Grammars, fill_masks
 from mlx_manager.mlx_server.text.output_parser import OutputParser
+from mlx_manager.mlx_server.text.tool_calls import formats
+from mlx_manager.mlx_server.text.tool_calls.formats import FORMATS
 
 MARKERS = (
     r"<\|[\w/]+\|?>|<\w+\|>|<｜[^｜]+｜>|｜DSML｜|\[[A-Z_]+\]|</?(?:longcat_)?(?:tool_call|arg_\w+)>"
@@ -85,72 +82,14 @@ CLOCK = Tool("clock")
 TOOLS = (EVERYTHING, CLOCK)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A format, and how an answer in it begins."""
-
-    name: str
-    syntax: tool_syntax.ToolSyntax
-    initial: Region = "content"
-
-
-def of_module(module: str, start: str, end: str) -> tool_syntax.ToolSyntax:
-    parser = import_module(f"mlx_lm.tool_parsers.{module}").parse_tool_call
-    return tool_syntax.of_mlx_parser(module, start, end, parser)
-
-
-CASES = (
-    *(
-        Case(name.lower(), getattr(tool_syntax, name))
-        for name in (
-            *("HERMES", "GRANITE", "MISTRAL", "MISTRAL_ARGS", "KIMI_K2", "DEEPSEEK", "DEEPSEEK_31"),
-            *("LLAMA", "QWEN_CODER", "GLM", "GLM_47", "LONGCAT", "MINIMAX", "DEEPSEEK_32"),
-            *("DEEPSEEK_4", "MINICPM", "KIMI_K3", "SEED", "COMMAND"),
-            *("NEMOTRON", "PHI_4", "HUNYUAN", "TOOL_CALLS", "OLMO_3", "APERTUS", "INTERNLM"),
-        )
-    ),
-    Case("muse_spark", tool_syntax.MUSE_SPARK, "header"),
-    Case("harmony", tool_syntax.HARMONY, "header"),
-    Case("gemma4", of_module("gemma4", "<|tool_call>", "<tool_call|>")),
-    Case(
-        "function_gemma",
-        of_module("function_gemma", "<start_function_call>", "<end_function_call>"),
-    ),
-    Case("pythonic", of_module("pythonic", "<|tool_call_start|>", "<|tool_call_end|>")),
-)
-
-
-def output_of(case: Case, tokenizer: Any, tools: tuple[Tool, ...]) -> OutputFormat:
-    form = case.syntax.form(template_tools(tools))
-    edges: dict[Region, tuple[tuple[str, Region], ...]] = {
-        "content": tuple((opener, "calls") for opener in case.syntax.openers)
-    }
-    if case.name == "muse_spark":
-        edges = {
-            "header": (("<atem:function_calls>", "calls"), ("to=self<|message|>", "reasoning")),
-            "reasoning": (("<|eom|>", "header"),),
-        }
-    harmony = case.name == "harmony"
-    if harmony:
-        edges = HARMONY.edges
-    return OutputFormat(
-        edges=edges,
-        initial=case.initial,
-        header=HARMONY.header if harmony else None,
-        channels={"analysis": "reasoning"} if harmony else {},
-        calls=form,
-        offered={tool.name: tool.parameters for tool in tools},
-        keep=kept_tokens(tokenizer, edges, form, HARMONY.header if harmony else ""),
-    )
+every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=list(FORMATS))
 
 
 @cache
 def tokenizer_of(name: str, *, tokens: bool) -> tuple[TokenizerWrapper, Grammars]:
     """One token a byte and, if `tokens`, one for each of the format's markers."""
-    case = next(case for case in CASES if case.name == name)
-    form = case.syntax.form([])
-    said = " ".join([repr(form.shape), form.item, repr(form.parameters), *case.syntax.openers])
-    markers = re.findall(MARKERS, said.replace("\\\\", "").replace("\\", "")) if tokens else []
+    said = " ".join([*FORMATS[name].texts, repr(FORMATS[name])])
+    markers = re.findall(MARKERS, said) if tokens else []
     with TemporaryDirectory() as folder:
         made = Published("x", "llama", None, "<|eos|>", tuple(dict.fromkeys(markers)))
         write_tokenizer(Path(folder), made, None)
@@ -158,20 +97,21 @@ def tokenizer_of(name: str, *, tokens: bool) -> tuple[TokenizerWrapper, Grammars
     return tokenizer, Grammars(tokenizer, [tokenizer.eos_token_id])
 
 
+def offered(tools: tuple[Tool, ...]) -> dict[str, Any]:
+    return {tool.name: tool.parameters for tool in tools}
+
+
 class Walk:
     """Draws tokens at random from what a matcher allows, and closes what is open now and then."""
 
-    def __init__(self, case: Case, seed: int, *, tokens: bool) -> None:
-        self.case = case
-        self.tokenizer, self.grammars = tokenizer_of(case.name, tokens=tokens)
+    def __init__(self, form: ToolFormat, seed: int, *, tokens: bool) -> None:
+        self.form = form
+        self.tokenizer, self.grammars = tokenizer_of(form.name, tokens=tokens)
         self.random = random.Random(seed)
-        form = case.syntax.form([])
-        assert form.shape is not None
-        shape = form.shape
-        ways = shape.arguments
-        asides = [piece.end for piece in shape.opening if isinstance(piece, Aside)]
+        call, ways = form.call, form.call.arguments
+        asides = [piece.end for piece in form.opening if isinstance(piece, Aside)]
         pieces = [*asides, getattr(ways, "end", ""), getattr(ways, "quote", ""), '"', "}", "]", ")"]
-        pieces += [*shape.closing, *shape.tail, ", ", ",", *shape.middle, *shape.head]
+        pieces += [*form.closing, *call.tail, ", ", ",", *call.middle, *call.head]
         self.closers = [
             self.tokenizer.encode(piece, add_special_tokens=False)
             for piece in pieces
@@ -207,7 +147,7 @@ class Walk:
         return drawn
 
     def read(self, drawn: list[int], tools: tuple[Tool, ...], parallel: bool = True) -> Answer:
-        output = replace(output_of(self.case, self.tokenizer, tools), parallel=parallel)
+        output = replace(output_of(self.form, offered(tools), self.tokenizer), parallel=parallel)
         parser = OutputParser(TokenTexts(self.tokenizer).stream(output), output)
         answer = Answer()
         for token in drawn:
@@ -226,18 +166,16 @@ def check(answer: Answer, tools: tuple[Tool, ...], *, free: bool = False) -> Non
 
 
 @pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@every_format
 def test_whatever_a_forced_answer_is_it_calls_what_is_offered_and_fits(
-    case: Case, tokens: bool
+    form: ToolFormat, tokens: bool
 ) -> None:
-    if case.name in ("harmony", "muse_spark") and not tokens:
+    if form.whole and not tokens:
         pytest.skip("its markers are always tokens")
     tools = TOOLS
-    shape = case.syntax.form([]).shape
-    assert shape is not None
     for seed in range(6 if ALL else 2):
-        walk = Walk(case, seed, tokens=tokens)
-        matcher = walk.grammars.calls(shape, tools, parallel=bool(seed % 2))
+        walk = Walk(form, seed, tokens=tokens)
+        matcher = walk.grammars.calls(form, tools, parallel=bool(seed % 2))
         drawn = walk.draw(matcher)
         answer = walk.read(drawn, tools)
         assert answer.calls, walk.tokenizer.decode(drawn)
@@ -261,13 +199,11 @@ TEXT = Tool(
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_text_that_is_held_to_a_grammar_is_derived_from_it(case: Case) -> None:
-    shape = case.syntax.form([]).shape
-    assert shape is not None
+@every_format
+def test_a_text_that_is_held_to_a_grammar_is_derived_from_it(form: ToolFormat) -> None:
     for seed in range(3):
-        walk = Walk(case, seed, tokens=True)
-        matcher = walk.grammars.calls(shape, (TEXT,), parallel=False)
+        walk = Walk(form, seed, tokens=True)
+        matcher = walk.grammars.calls(form, (TEXT,), parallel=False)
         drawn = walk.draw(matcher)
         answer = walk.read(drawn, (TEXT,))
         ((name, arguments),) = answer.values
@@ -278,48 +214,42 @@ def test_a_text_that_is_held_to_a_grammar_is_derived_from_it(case: Case) -> None
 
 
 @pytest.mark.parametrize("name", ["weather/now", "mcp:weather@2", "größe+1", "a.b-c"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_function_of_any_name_can_be_demanded_and_is_read(case: Case, name: str) -> None:
+@every_format
+def test_a_function_of_any_name_can_be_demanded_and_is_read(form: ToolFormat, name: str) -> None:
     tools = (replace(CLOCK, name=name),)
-    shape = case.syntax.form([]).shape
-    assert shape is not None
-    walk = Walk(case, 1, tokens=True)
-    drawn = walk.draw(walk.grammars.calls(shape, tools, parallel=False))
+    walk = Walk(form, 1, tokens=True)
+    drawn = walk.draw(walk.grammars.calls(form, tools, parallel=False))
     answer = walk.read(drawn, tools)
     assert answer.values == [(name, {})], walk.tokenizer.decode(drawn)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_between_free_text_calls_fit(case: Case) -> None:
-    if case.name == "muse_spark":
+@every_format
+def test_between_free_text_calls_fit(form: ToolFormat) -> None:
+    if form.name == "muse-spark":
         pytest.skip("its headers are its own choice")
     tools = TOOLS
-    shape = case.syntax.form([]).shape
-    assert shape is not None
     called = 0
     for seed in range(8 if ALL else 3):
-        walk = Walk(case, seed, tokens=True)
-        openers = case.syntax.openers
+        walk = Walk(form, seed, tokens=True)
+        openers = form.openers
         walk.closers += [walk.tokenizer.encode(o, add_special_tokens=False) for o in openers] * 8
-        matcher = walk.grammars.free_calls(shape, tools, openers, param="tools")
+        matcher = walk.grammars.free_calls(form, tools, openers, param="tools")
         answer = walk.read(walk.draw(matcher), tools)
         called += len(answer.calls)
         check(answer, tools, free=True)
     assert called
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_text_is_free(case: Case) -> None:
-    if case.name == "muse_spark":
+@every_format
+def test_text_is_free(form: ToolFormat) -> None:
+    if form.name == "muse-spark":
         pytest.skip("its headers are its own choice")
-    shape = case.syntax.form([]).shape
-    assert shape is not None
-    walk = Walk(case, 0, tokens=True)
+    walk = Walk(form, 0, tokens=True)
     text = 'No call: {"name": "Ada", "of": [1]} <b>é</b> [x]'
-    if case.name == "harmony":
+    if form.name == "harmony":
         text = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>{text}"
     tokens = walk.tokenizer.encode(text, add_special_tokens=False)
-    matcher = walk.grammars.free_calls(shape, TOOLS[1:], case.syntax.openers, param="tools")
+    matcher = walk.grammars.free_calls(form, TOOLS[1:], form.openers, param="tools")
     assert matcher.consume_tokens(tokens)
     assert matcher.is_accepting()
 
@@ -330,15 +260,13 @@ def written(walk: Walk, drawn: list[int], output: OutputFormat) -> list[str]:
     return [*(texts.add(token) for token in drawn), texts.finish()]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_generated_outputs_mean_the_same_however_they_are_cut(case: Case) -> None:
+@every_format
+def test_generated_outputs_mean_the_same_however_they_are_cut(form: ToolFormat) -> None:
     tools = TOOLS
-    shape = case.syntax.form([]).shape
-    assert shape is not None
     for seed in range(2 if ALL else 1):
-        walk = Walk(case, seed, tokens=True)
-        output = output_of(case, walk.tokenizer, tools)
-        pieces = written(walk, walk.draw(walk.grammars.calls(shape, tools, parallel=True)), output)
+        walk = Walk(form, seed, tokens=True)
+        output = output_of(form, offered(tools), walk.tokenizer)
+        pieces = written(walk, walk.draw(walk.grammars.calls(form, tools, parallel=True)), output)
         text = "".join(pieces)
         whole = parse([text], output)
         assert parse(pieces, output) == whole
@@ -358,46 +286,46 @@ OBJECT = {"type": "object"}
 
 
 @pytest.mark.parametrize(
-    ("syntax", "tool", "param", "reason"),
+    ("form", "tool", "param", "reason"),
     [
-        (tool_syntax.QWEN_CODER, Tool("a<b"), "tools.name", "a<b"),
-        (tool_syntax.MISTRAL_ARGS, Tool("a[b"), "tools.name", "a[b"),
-        (tool_syntax.GLM, Tool("a{b"), "tools.name", "a{b"),
-        (tool_syntax.DEEPSEEK, Tool("a" * 129), "tools.name", "a" * 129),
-        (of_module("gemma4", "", ""), Tool("a{b"), "tools.name", "a{b"),
-        (of_module("pythonic", "", ""), Tool("a(b"), "tools.name", "a(b"),
+        (formats.QWEN_CODER, Tool("a<b"), "tools.name", "a<b"),
+        (formats.MISTRAL_ARGS, Tool("a[b"), "tools.name", "a[b"),
+        (formats.GLM, Tool("a{b"), "tools.name", "a{b"),
+        (formats.DEEPSEEK, Tool("a" * 129), "tools.name", "a" * 129),
+        (formats.GEMMA_4, Tool("a{b"), "tools.name", "a{b"),
+        (formats.LFM_2, Tool("a(b"), "tools.name", "a(b"),
         (
-            of_module("pythonic", "", ""),
+            formats.LFM_2,
             Tool("f", parameters=OBJECT | {"properties": {"a=b": {}}}),
             "tools.parameters",
             "a=b",
         ),
         (
-            tool_syntax.GLM,
+            formats.GLM,
             Tool("f", parameters={"anyOf": [OBJECT, OBJECT]}),
             "tools.parameters",
             "anyOf",
         ),
         (
-            tool_syntax.GLM,
+            formats.GLM,
             Tool("f", parameters=OBJECT | {"properties": {"a": {"type": "string", "not": {}}}}),
             "tools.parameters",
             "not",
         ),
         (
-            tool_syntax.MINIMAX,
+            formats.MINIMAX,
             Tool("f", parameters=OBJECT | {"properties": {"a": {"$ref": "#/nowhere"}}}),
             "tools.parameters",
             "nowhere",
         ),
         (
-            of_module("gemma4", "", ""),
+            formats.GEMMA_4,
             Tool("f", parameters=OBJECT | {"properties": {"a b": {"type": "string"}}}),
             "tools.parameters",
             "a b",
         ),
         (
-            tool_syntax.DEEPSEEK_32,
+            formats.DEEPSEEK_32,
             Tool(
                 "f",
                 parameters=OBJECT | {"properties": {"a": {"type": "string", "pattern": "a(?=b)"}}},
@@ -408,13 +336,11 @@ OBJECT = {"type": "object"}
     ],
 )
 def test_what_a_format_has_no_form_for_is_refused_by_name(
-    syntax: tool_syntax.ToolSyntax, tool: Tool, param: str, reason: str
+    form: ToolFormat, tool: Tool, param: str, reason: str
 ) -> None:
-    shape = syntax.form([]).shape
-    assert shape is not None
     _, grammars = tokenizer_of("hermes", tokens=False)
     with pytest.raises(InvalidParameter, match=re.escape(reason)) as refusal:
-        grammars.calls(shape, [tool], parallel=False)
+        grammars.calls(form, [tool], parallel=False)
     assert refusal.value.param == param
 
 
@@ -445,14 +371,12 @@ def test_what_a_format_has_no_form_for_is_refused_by_name(
 def test_values_are_written_as_their_schema_says(
     schema: Any, good: list[str], bad: list[str]
 ) -> None:
-    _, grammars = tokenizer_of("qwen_coder", tokens=False)
-    shape = tool_syntax.QWEN_CODER.form([]).shape
-    assert shape is not None
+    _, grammars = tokenizer_of("qwen3-coder", tokens=False)
     tool = Tool("f", parameters=OBJECT | {"properties": {"a": schema}, "required": ["a"]})
 
     def takes(value: str) -> bool:
         text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
-        matcher = grammars.calls(shape, [tool], parallel=False)
+        matcher = grammars.calls(formats.QWEN_CODER, [tool], parallel=False)
         tokens = grammars.texts.tokenize_str(text)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 

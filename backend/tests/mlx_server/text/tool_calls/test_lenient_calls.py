@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text.outputs import HERMES, LLAMA, WEATHER, Call, of_mlx, of_syntax, parse
+from text.outputs import HERMES, LLAMA, WEATHER, Call, of_format, of_mlx, parse
 
 from mlx_manager.mlx_server.formats import OutputFormat
-from mlx_manager.mlx_server.models.adapters import tool_syntax
+from mlx_manager.mlx_server.text.tool_calls import formats
 from mlx_manager.mlx_server.text.tool_calls.lenient_json import mended
 from mlx_manager.mlx_server.utils.text import encodable
 
@@ -20,7 +20,7 @@ CODER, GLM, MINIMAX, GEMMA, KIMI, KIMI_3, LFM_2 = map(
     of_mlx,
     ("qwen3_coder", "glm47", "minimax_m2", "gemma4", "kimi_k2", "kimi_k3", "pythonic"),
 )
-DEEPSEEK_32, OLMO_3 = map(of_syntax, (tool_syntax.DEEPSEEK_32, tool_syntax.OLMO_3))
+DEEPSEEK_32, OLMO_3 = map(of_format, (formats.DEEPSEEK_32, formats.OLMO_3))
 CALL = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}'
 
 # ---------------------------------------------------------------------------------------------

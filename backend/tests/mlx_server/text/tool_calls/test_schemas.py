@@ -14,8 +14,8 @@ from mlx_lm.utils import load_tokenizer
 import mlx_manager.demo_model
 from mlx_manager.mlx_server.core import JsonObject, JsonSchema, Tool
 from mlx_manager.mlx_server.errors import InvalidParameter
-from mlx_manager.mlx_server.models.adapters import tool_syntax
 from mlx_manager.mlx_server.text.grammar.matchers import Grammars
+from mlx_manager.mlx_server.text.tool_calls.formats import FORMATS
 from mlx_manager.mlx_server.text.tool_calls.schemas import (
     MalformedError,
     OversizedError,
@@ -78,7 +78,7 @@ def test_alternatives_of_alternatives_do_not_take_time_with_their_number(leaf: A
     assert parameters_schema(Tool("f", parameters=whole))["type"] == "object"
 
 
-@pytest.mark.parametrize("name", ["LLAMA", "HERMES", "QWEN_CODER", "KIMI_K3"])
+@pytest.mark.parametrize("name", ["llama", "hermes", "qwen3-coder", "kimi-k3"])
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -95,22 +95,15 @@ def test_alternatives_of_alternatives_do_not_take_time_with_their_number(leaf: A
 )
 def test_what_is_no_schema_is_refused_by_its_place(name: str, parameters: dict[str, Any]):
     grammars = Grammars(load_tokenizer(Path(mlx_manager.demo_model.__file__).parent), (2553,))
-    shape, tools = getattr(tool_syntax, name).form([]).shape, [Tool("f", parameters=parameters)]
+    form, tools = FORMATS[name], [Tool("f", parameters=parameters)]
     for made in (
-        lambda: grammars.calls(shape, tools, parallel=True),
-        lambda: grammars.free_calls(shape, tools, [], param="tools"),
-        lambda: grammars.answer_or_calls(JsonObject(), shape, tools, parallel=True),
+        lambda: grammars.calls(form, tools, parallel=True),
+        lambda: grammars.free_calls(form, tools, [], param="tools"),
+        lambda: grammars.answer_or_calls(JsonObject(), form, tools, parallel=True),
     ):
         with pytest.raises(InvalidParameter, match=r"no JSON schema.*must be") as caught:
             made()
         assert caught.value.param == "tools.parameters"
-
-
-SYNTAXES = {
-    name: each
-    for name, each in vars(tool_syntax).items()
-    if isinstance(each, tool_syntax.ToolSyntax)
-}
 
 
 @pytest.fixture(scope="module")
@@ -118,17 +111,17 @@ def grammars() -> Grammars:
     return Grammars(load_tokenizer(Path(mlx_manager.demo_model.__file__).parent), (2553,))
 
 
-@given(SCHEMAS, st.sampled_from(sorted(SYNTAXES)))
-@example({"properties": {"a": True}}, "LLAMA")
-@example({"properties": {"a": False}, "required": ["a"]}, "LLAMA")
+@given(SCHEMAS, st.sampled_from(sorted(FORMATS)))
+@example({"properties": {"a": True}}, "llama")
+@example({"properties": {"a": False}, "required": ["a"]}, "llama")
 def test_calls_of_whatever_a_tool_brings_have_a_grammar_or_are_refused(
     grammars: Grammars, parameters: dict[str, Any], name: str
 ):
-    shape, tools = SYNTAXES[name].form([]).shape, [Tool("f", parameters=parameters)]
+    form, tools = FORMATS[name], [Tool("f", parameters=parameters)]
     with suppress(InvalidParameter):
-        grammars.calls(shape, tools, parallel=True)
+        grammars.calls(form, tools, parallel=True)
     with suppress(InvalidParameter):
-        grammars.free_calls(shape, tools, [], param="tools")
+        grammars.free_calls(form, tools, [], param="tools")
 
 
 def test_what_is_no_schema_of_an_answer_is_refused():

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
+from pkgutil import iter_modules
 
+import mlx_lm.tool_parsers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,24 +24,25 @@ from text.outputs import (
     WEATHER,
     Call,
     Sample,
+    of_format,
     of_mlx,
-    of_syntax,
     parse,
 )
+from text.tool_calls.golden import GOLDEN
 
 from mlx_manager.mlx_server.formats import OutputFormat, openai_call_id, short_call_id
-from mlx_manager.mlx_server.models.adapters import tool_syntax
+from mlx_manager.mlx_server.text.tool_calls import formats
 
 GLM = of_mlx("glm47")
 CODER = of_mlx("qwen3_coder")
 GEMMA = of_mlx("gemma4")
 MISTRAL = of_mlx("mistral")
-DEEPSEEK = of_syntax(tool_syntax.DEEPSEEK)
+DEEPSEEK = of_format(formats.DEEPSEEK)
 SEED, COMMAND, NEMOTRON, PHI_4, HUNYUAN, OLMO_3, APERTUS, INTERNLM = map(
-    of_syntax,
+    of_format,
     (
-        *(tool_syntax.SEED, tool_syntax.COMMAND, tool_syntax.NEMOTRON, tool_syntax.PHI_4),
-        *(tool_syntax.HUNYUAN, tool_syntax.OLMO_3, tool_syntax.APERTUS, tool_syntax.INTERNLM),
+        *(formats.SEED, formats.COMMAND, formats.NEMOTRON, formats.PHI_4),
+        *(formats.HUNYUAN, formats.OLMO_3, formats.APERTUS, formats.INTERNLM),
     ),
 )
 CALL = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}'
@@ -131,7 +134,7 @@ MARKERS = {
         ("<tool_call>", "</tool_call>", "<function=now>", "</function>", "<parameter="),
     ),
     "dsml": (
-        of_syntax(tool_syntax.DEEPSEEK_32),
+        of_format(formats.DEEPSEEK_32),
         (
             *("<｜DSML｜function_calls>", '<｜DSML｜invoke name="now">', "</｜DSML｜invoke>"),
             *('<｜DSML｜parameter name="a" string="', 'true">', 'false">', "</｜DSML｜parameter>"),
@@ -182,7 +185,7 @@ MARKERS = {
             "<|tool_calls_section_end|>",
         ),
     ),
-    "granite": (of_syntax(tool_syntax.GRANITE), ("<|tool_call|>", "<|/tool_call|>", CALL, "[")),
+    "granite": (of_format(formats.GRANITE), ("<|tool_call|>", "<|/tool_call|>", CALL, "[")),
     "pythonic": (
         of_mlx("pythonic"),
         ("<|tool_call_start|>", "[now(", "a=", ")]", "<|tool_call_end|>", "'"),
@@ -340,12 +343,17 @@ def test_an_argument_is_read_as_its_parameter_says(
     assert parse(text, output).values == [("now", {"a": value})]
 
 
+def test_each_parser_of_mlx_lm_has_a_format() -> None:
+    known = {parser for form in formats.FORMATS.values() for parser in form.parsers}
+    assert {module.name for module in iter_modules(mlx_lm.tool_parsers.__path__)} == known
+
+
 @pytest.mark.parametrize("module", ["glm47", "qwen3_coder", "minimax_m2", "longcat", "kimi_k3"])
 def test_what_mlx_lm_reads_is_read_alike(module: str) -> None:
-    titles = {"glm47": "glm", "qwen3_coder": "qwen3 coder", "minimax_m2": "minimax"}
-    title = titles.get(module, module.replace("_", " "))
     parser = import_module(f"mlx_lm.tool_parsers.{module}")
-    text = next(sample.text for sample in SAMPLES if sample.title == title)
+    form = of_mlx(module).calls
+    assert form is not None
+    text = GOLDEN[form.name]
     first = text[text.index(parser.tool_call_start) + len(parser.tool_call_start) :]
     found = parser.parse_tool_call(first[: first.index(parser.tool_call_end)].strip(), TOOLS)
     call = found[0] if isinstance(found, list) else found
@@ -430,7 +438,7 @@ def test_half_a_character_in_a_literal_of_python_can_be_sent() -> None:
     ("output", "text", "content"),
     [
         (MISTRAL, f"[TOOL_CALLS][{CALL}] Done", " Done"),
-        (of_syntax(tool_syntax.GRANITE), f"<|tool_call|>[{CALL}]\nDone.", "\nDone."),
+        (of_format(formats.GRANITE), f"<|tool_call|>[{CALL}]\nDone.", "\nDone."),
         (LLAMA, f"[{CALL}] 2 more", " 2 more"),
         (LLAMA, f"{CALL}}}", ""),
         (HERMES, f"<tool_call>\n{CALL}}}\n</tool_call>\nDone.", "\nDone."),
@@ -504,9 +512,8 @@ def test_nothing_is_a_call_when_no_tool_was_offered() -> None:
 
 
 def test_kimi_names_its_calls_itself() -> None:
-    text = next(sample.text for sample in SAMPLES if sample.title == "kimi k2")
-    ids = [call.id for call in parse(text, of_mlx("kimi_k2")).calls]
-    assert ids == ["functions.get_weather:0", "functions.note:1"]
+    ids = [call.id for call in parse(GOLDEN["kimi-k2"], of_mlx("kimi_k2")).calls]
+    assert ids == ["functions.get_weather:0", "functions.now:1"]
 
 
 def test_ids_have_the_length_that_clients_and_templates_expect() -> None:
