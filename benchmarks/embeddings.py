@@ -1,8 +1,7 @@
-"""Texts embedded a second: our engine, and mlx-embeddings' way of one text after the other.
+"""Texts embedded a second: our engine, and the same model with one text after the other.
 
-In process, on the same weights and with the same BLAS. The other side does for each text what
-`mlx_embeddings.generate` does (its package can't be imported without mlx-vlm): tokenise it, run
-the model, take the normalised mean.
+In process, on the same weights and with the same BLAS. The other side tokenises each text by
+itself, runs the model, and normalises the vector.
 
 Then what a chat keeps of its pace beside callers who embed long texts without end.
 """
@@ -45,20 +44,20 @@ def texts_of(count: int, number: int) -> list[str]:
 
 
 class OneByOne:
-    """mlx-embeddings' model over one text at a time, on the MLX thread."""
+    """The model over one text at a time, on the MLX thread."""
 
     def __init__(self, loaded: Any) -> None:
-        self.body = loaded.model.body
+        self.model = loaded.model
         self.tokenizer = loaded.tokenizer
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         found = []
         for text in texts:
             given = self.tokenizer([text], return_tensors="np", truncation=True, max_length=512)
-            inputs = {name: mx.array(array.astype(np.int32)) for name, array in given.items()}
-            vectors = self.body(**inputs).text_embeds
-            mx.eval(vectors)
-            found.append(np.array(vectors[0]))
+            ids = mx.array(given["input_ids"].astype(np.int32))
+            vectors = self.model(ids, mx.zeros_like(ids), mx.array([ids.shape[1]], mx.int32))
+            vector = np.array(vectors[0])
+            found.append(vector / np.linalg.norm(vector))
         return np.stack(found)
 
 

@@ -253,9 +253,7 @@ make_venv() {
 }
 
 install_server() {
-    # mlx-embeddings without what it asks for: only its architectures are used, which need nothing
-    # but MLX (the rest needs mlx-vlm, OpenCV, SciPy, ...).
-    install --editable "backend[$extras]" && install --no-deps mlx-embeddings || return
+    install --editable "backend[$extras]" || return
     # What the server imports is compiled here, so that it starts quickly even where Python is told
     # to keep no bytecode; all that there is takes as long as the rest. Whether it runs, doctor says.
     PYTHONDONTWRITEBYTECODE='' $venv/bin/python -c 'import mlx_manager.mlx_server.main' || true

@@ -370,7 +370,8 @@ class RerankRequest:
     """Documents to be scored by how well each answers the query.
 
     truncate: as in `EmbeddingRequest`, of query and document together. activate: scores are logits
-    after the model's activation (a sigmoid, say); False: the logits themselves.
+    after the model's activation (a sigmoid, say); False: the logits themselves. instruction: the
+    task by which a document is judged; None: the model's own.
     """
 
     model: str
@@ -381,6 +382,7 @@ class RerankRequest:
     request_id: str = ""
     priority: int = 0
     caller: Caller = Caller()
+    instruction: str | None = None
 
 
 # ---------------------------------------------------------------------------------------------

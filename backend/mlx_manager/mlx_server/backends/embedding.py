@@ -160,7 +160,9 @@ class EncoderBackend:
         """Return a score for each document; see `core.Encoder`.
 
         Raises:
-            InvalidParameter: `truncate_prompt_tokens` is more than the model takes.
+            InvalidParameter: `truncate_prompt_tokens` is more than the model takes, or leaves
+                nothing of a document.
+            UnsupportedParameter: an instruction, which the model does not take.
             ContextLengthExceeded: a query and document that are too long, and were not to be cut.
             Overloaded: the queue is full.
             GenerationFailed: what the model computed is no finite number.
@@ -259,7 +261,18 @@ class EncoderBackend:
         """Tokenise query and documents a slice at a time, as `_inputs` does."""
         cut = request.truncate is not None
         most = self._most(request.truncate)
-        query = await self._threads.run(partial(self._query, request.query, most, cut))
+        self._check_instruction(request.instruction)
+        if (prompt := self._loaded.prompt) is not None:
+            before = prompt.before(request.query, request.instruction)
+            await self._threads.run(partial(self._check_query, before, most, cut))
+            rows: list[tuple[Ids, int | None]] = []
+            for first, part in sliced(request.documents, most):
+                rows += await self._threads.run(
+                    partial(self._prompted, before, part, first, most, cut)
+                )
+            return rows
+        text = self._prompt(None) + request.query
+        query = await self._threads.run(partial(self._query, text, most, cut))
         # Which of two texts is longer tells how both are cut.
         enough = max(most, len(query))
         pairs: list[tuple[Ids, int | None]] = []
@@ -276,6 +289,54 @@ class EncoderBackend:
             self._check_length(query.total + self._pair.length, "the query", "query")
         self._check_embedded(query.ids, "query")
         return query.ids
+
+    def _check_query(self, before: str, most: int, cut: bool) -> None:
+        """Check that the text up to a document leaves room for one.
+
+        Raises:
+            ContextLengthExceeded: it has too many tokens.
+            InvalidParameter: nothing of a document would be left of a text that is cut.
+        """
+        [content] = contents(self._encode, [before], most)
+        self._check_embedded(content.ids, "query")
+        needed = content.total + self._pair.length
+        if not cut:
+            self._check_length(needed, "the query", "query")
+        elif needed >= most:
+            raise InvalidParameter(
+                f"`truncate_prompt_tokens`: the query and the text that {self._loaded.id} puts "
+                f"around it take {needed} tokens, which leaves nothing of {most} for a document.",
+                param="truncate_prompt_tokens",
+            )
+
+    def _prompted(
+        self, before: str, documents: Sequence[str], first: int, most: int, cut: bool
+    ) -> list[tuple[Ids, int | None]]:
+        """Return the rows of documents that are put to the model in a text with the query."""
+        rows: list[tuple[Ids, int | None]] = []
+        texts = [before + document for document in documents]
+        for index, content in enumerate(contents(self._encode, texts, most), first):
+            param = f"documents[{index}]"
+            self._check_embedded(content.ids, param)
+            ids = content.ids[: most - self._pair.length] if cut else content.ids
+            row = self._pair.of(ids)
+            unread = 0 if cut else content.unread
+            self._check_length(len(row) + unread, f"the query and document {index}", param)
+            rows.append((row, None))
+        return rows
+
+    def _check_instruction(self, instruction: str | None) -> None:
+        """
+        Raises:
+            UnsupportedParameter: there is no place for one in the model's text.
+        """
+        prompt = self._loaded.prompt
+        if instruction is None or (prompt is not None and prompt.instructed is not None):
+            return
+        raise UnsupportedParameter(
+            f"`instruction`: {self._loaded.id} takes none. Leave it out, or put it into `query`.",
+            param="instruction",
+        )
 
     def _paired(
         self, query: list[int], documents: Sequence[str], first: int, enough: int, most: int | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,26 +15,31 @@ from transformers import PreTrainedTokenizerBase
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
-from mlx_manager.mlx_server.encoders.encoder import DenseLayer, Encoder, head_of
+from mlx_manager.mlx_server.encoders.encoder import Encoder
+from mlx_manager.mlx_server.encoders.families import FAMILIES
+from mlx_manager.mlx_server.encoders.families.family import Config, Family, Head
+from mlx_manager.mlx_server.encoders.pooling import DenseLayer
+from mlx_manager.mlx_server.encoders.words import WordsHead, rows_of
 from mlx_manager.mlx_server.encoders.wrapping import Wrapping
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.checkpoint.building import arrays_in
-from mlx_manager.mlx_server.models.checkpoint.files import read_json
 from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
-from mlx_manager.mlx_server.models.checkpoint.renamed import with_old_names
-from mlx_manager.mlx_server.models.checkpoint.rope import in_all_forms
-from mlx_manager.mlx_server.models.checkpoint.rotations import check_rotations
+from mlx_manager.mlx_server.models.checkpoint.ranking import (
+    Answers,
+    PairPrompt,
+    answers_of,
+    is_generative,
+    prompt_of,
+)
 from mlx_manager.mlx_server.models.checkpoint.sentence import (
     Activation,
-    Dense,
     Sentence,
     check_supported,
     labels_of,
     rank_activation,
 )
 from mlx_manager.mlx_server.models.checkpoint.weight_files import (
-    SINGLE,
     WeightFiles,
     check_safetensors,
 )
@@ -61,18 +66,16 @@ from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.progress import Doing, unheard
 
-PREFIXES = ("bert.", "roberta.", "model.")
-"""Prefixes of the bare model's names in a checkpoint of a model with a head."""
-OTHER_HEADS = ("cls.", "lm_head.", "decoder.", "score.")
-OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEncoder:
     """An embedding model or reranker in memory. `activation` is a reranker's.
 
-    single, pair: how a text and, for a reranker, two are put to the model. nbytes: its weights',
-    measured. context_length: tokens of an input, special ones included.
+    single, pair: how a text and, for a reranker, two are put to the model. prompt: the text around
+    a reranker's pair, if it takes them as one; `pair` has the tokens after it then. nbytes: its
+    weights', measured. context_length: tokens of an input, special ones included.
     """
 
     id: str
@@ -84,6 +87,7 @@ class LoadedEncoder:
     sentence: Sentence
     single: Wrapping
     pair: Wrapping
+    prompt: PairPrompt | None
     activation: Activation
     family: str
     context_length: int
@@ -117,15 +121,14 @@ def load_encoder(
         folder, kind, sentence = checked.folder, checked.kind, checked.sentence
         check_room(source.id, checked.nbytes, ledger)
         doing("its modules are made")
-        model = build(folder, kind, sentence, source.id)
+        model = build(checked, ready.answers, source.id)
     check_steps(source.id, model, foresight.least_working(model, checked.context_length), ledger)
     with granted(source.id, checked.nbytes, ledger), explained(source.id):
         single = Wrapping.single(tokenizer)
-        pair = Wrapping.pair(tokenizer) if kind == "reranker" else single
+        pair = pair_wrapping(ready, single)
         check_wrapping(pair, model, source.id)
         doing("its weights are read")
-        # A mask of -1e9 is minus infinity in float16, and rows without a token in sight NaN.
-        if activation_dtype(model) == mx.float16 and folder.model_type == "modernbert":
+        if FAMILIES[folder.model_type].wide and activation_dtype(model) == mx.float16:
             model.update(tree_map(widened, model.parameters()))
         weights, nbytes = settle(model, source.id, limits, ledger, doing=doing)
         return LoadedEncoder(
@@ -138,6 +141,7 @@ def load_encoder(
             sentence,
             single,
             pair,
+            ready.prompt,
             checked.activation,
             folder.model_type,
             checked.context_length,
@@ -157,10 +161,15 @@ class CheckedEncoder(Checked):
 
 @dataclass(frozen=True, slots=True)
 class PreparedEncoder:
-    """Parts of a load that come of the small files alone."""
+    """Parts of a load that come of the small files alone.
+
+    answers: the words of a generative reranker. prompt: see `LoadedEncoder`.
+    """
 
     checked: CheckedEncoder
     tokenizer: PreTrainedTokenizerBase
+    answers: Answers | None = None
+    prompt: PairPrompt | None = None
 
 
 def prepared_encoder(
@@ -182,8 +191,17 @@ def prepared_encoder(
     checked = checked_encoder(source, recipe)
     check_size(source.id, checked.nbytes, most)
     doing("its tokenizer is read")
-    tokenizer = read_encoder_tokenizer(checked.folder.path, limits.trust_remote_code)
-    return PreparedEncoder(checked, tokenizer)
+    folder, sentence = checked.folder, checked.sentence
+    tokenizer = read_encoder_tokenizer(folder.path, limits.trust_remote_code)
+    if checked.kind != "reranker":
+        return PreparedEncoder(checked, tokenizer)
+    instruction = sentence.prompts.get(sentence.default_prompt or "")
+    return PreparedEncoder(
+        checked,
+        tokenizer,
+        answers_of(folder, tokenizer, source.id),
+        prompt_of(folder, tokenizer, instruction, source.id),
+    )
 
 
 def checked_encoder(source: ModelSource, recipe: Recipe) -> CheckedEncoder:
@@ -195,43 +213,61 @@ def checked_encoder(source: ModelSource, recipe: Recipe) -> CheckedEncoder:
     assert source.path is not None, "it is downloaded before it is loaded"
     folder = ModelFolder.read(source.path)
     check_supported(folder, source.id)
+    family = FAMILIES[folder.model_type]
+    family.sizes(Config(folder.config, source.id))
     folder.check()
     if recipe.adapter is not None:
         raise ModelNotSupported(f"{source.id} is an encoder; adapters are for text models.")
     kind = kind_of(folder)
     activation: Activation = "identity"
-    if kind == "reranker":
+    if kind == "reranker" and not is_generative(folder):
+        if family.head is None:
+            raise ModelNotSupported(
+                f"{source.id} is a {folder.model_type} reranker; of that architecture only "
+                "embedding models can be served."
+            )
         if (labels := labels_of(folder.config)) != 1:
             raise ModelNotSupported(
                 f"{source.id} is a classifier of {labels} labels; a reranker has one."
             )
+    if kind == "reranker":
         activation = rank_activation(folder)
     sentence = Sentence.read(folder)
+    if kind == "reranker" and sentence.dense:
+        raise ModelNotSupported(
+            f"{source.id} is a reranker with a Dense module after its head: not done here."
+        )
     for layer in sentence.dense:
-        check_safetensors(layer.path / SINGLE)
+        if layer.file is not None:
+            check_safetensors(layer.file)
     context = allowed_context(source.id, sentence.max_length, recipe)
     return CheckedEncoder(folder, context, folder.nbytes, kind, sentence, activation)
 
 
-def build(folder: ModelFolder, kind: Kind, sentence: Sentence, model_id: str) -> Encoder:
-    """Return the encoder with its weights, not evaluated."""
-    head = None
-    if kind == "reranker":
-        head = head_of(folder.config, labels_of(folder.config), model_id)
-    config = with_old_names(in_all_forms(folder.config))
-    model = Encoder(config, sentence.pooling, head)
-    check_rotations(model, config, folder.path / "config.json")
+def build(checked: CheckedEncoder, answers: Answers | None, model_id: str) -> Encoder:
+    """Return the encoder with its weights, not evaluated.
+
+    answers: the words of a generative reranker.
+    """
+    folder, sentence = checked.folder, checked.sentence
+    family, config = FAMILIES[folder.model_type], Config(folder.config, model_id)
+    head: Head | None = None
+    if answers is not None:
+        head = WordsHead(family.sizes(config).hidden, answers)
+    elif checked.kind == "reranker" and family.head is not None:
+        head = family.head(config, labels_of(folder.config))
+    dense = [
+        DenseLayer(layer.inputs, layer.outputs, layer.bias, layer.activation)
+        for layer in sentence.dense
+    ]
+    padding = folder.config.get("pad_token_id") or 0
+    model = Encoder(family.body(config), head, sentence.poolings, dense, padding)
     check_padding(model, model_id)
-    model.dense = [dense_layer(layer) for layer in sentence.dense]
-    found = arrays_in(folder.weights)
-    weights = dict(body_weights(found, model))
-    if head is not None:
-        weights |= head_weights(found)
-    for index, layer in enumerate(sentence.dense):
-        own = arrays_in(WeightFiles((layer.path / SINGLE,)))
-        weights |= {f"dense.{index}.{name}": array for name, array in own.items()}
+    weights = weights_of(folder, sentence, family)
+    if answers is not None:
+        weights |= rows_of(weights, answers, folder.config)
     quantize(model, folder.config, weights)
-    fill(model, weights, model_id)
+    fill(model, weights, family, model_id)
     model.eval()
     return model
 
@@ -268,38 +304,45 @@ def check_wrapping(wrapping: Wrapping, model: Encoder, model_id: str) -> None:
         )
 
 
-def body_weights(found: Mapping[str, mx.array], model: Encoder) -> Iterator[tuple[str, mx.array]]:
-    """Yield the architecture's own weights, by the names that mlx-embeddings gives them."""
-    plain: dict[str, mx.array] = {}
-    for name, array in found.items():
-        if name.startswith((*OTHER_HEADS, "classifier.", "head.")):
-            continue
-        plain[plain_name(name)] = array
-    for name, array in model.body.sanitize(plain).items():
-        yield f"body.{name}", array
+def pair_wrapping(ready: PreparedEncoder, single: Wrapping) -> Wrapping:
+    """Return how a reranker's pair is put to it; `single` for an embedding model.
+
+    Raises:
+        ValueError: the tokenizer can't tell.
+    """
+    if ready.checked.kind != "reranker":
+        return single
+    if ready.prompt is None:
+        return Wrapping.pair(ready.tokenizer)
+    after = ready.tokenizer(ready.prompt.after, add_special_tokens=False)["input_ids"]
+    return Wrapping((), (), tuple(after), segments=False)
 
 
-def plain_name(name: str) -> str:
-    for prefix in PREFIXES:
-        name = name.removeprefix(prefix)
-    for old, new in OLD_NAMES.items():
-        name = name.replace(old, new)
-    return name
+def weights_of(folder: ModelFolder, sentence: Sentence, family: Family) -> dict[str, mx.array]:
+    """Return a model's tensors by their names in the modules, less `body.` and `head.`.
+
+    Raises:
+        ModelLoadFailed: two tensors have the same place.
+    """
+    weights: dict[str, mx.array] = {}
+    for name, array in arrays_in(folder.weights).items():
+        if (plain := family.plain(name)) in weights:
+            raise ModelLoadFailed(f"{folder.path} has the weights {plain} twice, once as {name}.")
+        weights[plain] = array
+    for index, layer in enumerate(sentence.dense):
+        own = f"dense.{index}."
+        if layer.file is not None:
+            found = arrays_in(WeightFiles((layer.file,)))
+            weights |= {f"{own}{name}": array for name, array in found.items()}
+        else:
+            for name in [name for name in weights if name.startswith(own)]:
+                weights[f"{own}linear.{name.removeprefix(own)}"] = weights.pop(name)
+    return weights
 
 
-def head_weights(found: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    return {
-        f"head.{name}": array
-        for name, array in found.items()
-        if name.startswith(("classifier.", "head."))
-    }
-
-
-def dense_layer(layer: Dense) -> DenseLayer:
-    config = read_json(layer.path / "config.json")
-    return DenseLayer(
-        config["in_features"], config["out_features"], config.get("bias", True), layer.activation
-    )
+def place_of(path: str) -> str:
+    """Return the name of a tensor or module in a checkpoint, by its path in an `Encoder`."""
+    return path.removeprefix("body.").removeprefix("head.")
 
 
 def quantize(model: Encoder, config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> None:
@@ -309,9 +352,12 @@ def quantize(model: Encoder, config: Mapping[str, Any], weights: Mapping[str, mx
         return
 
     def stored_so(path: str, module: nn.Module) -> Any:
-        own = found.get(path.removeprefix("body."))
-        is_stored = f"{path}.scales" in weights and hasattr(module, "to_quantized")
-        return own if is_stored and isinstance(own, dict) else is_stored
+        place = place_of(path)
+        is_stored = f"{place}.scales" in weights and hasattr(module, "to_quantized")
+        # Converters to MLX name modules as they had them.
+        names = (place, f"model.{place}", place.removesuffix(".linear"))
+        own = next((own for name in names if isinstance(own := found.get(name), dict)), None)
+        return own if is_stored and own is not None else is_stored
 
     nn.quantize(
         model,
@@ -322,20 +368,47 @@ def quantize(model: Encoder, config: Mapping[str, Any], weights: Mapping[str, mx
     )
 
 
-def fill(model: Encoder, weights: Mapping[str, mx.array], model_id: str) -> None:
-    """Give every parameter its weight. A pooler that nothing reads may be missing.
+def fill(model: Encoder, weights: Mapping[str, mx.array], family: Family, model_id: str) -> None:
+    """Give every parameter its weight.
 
     Raises:
-        ModelLoadFailed: a weight is missing, or has another shape than config.json says.
+        ModelLoadFailed: a weight is missing, or has another shape or type than config.json says,
+            or the modules have no place for it.
     """
-    for name, parameter in tree_flatten(model.parameters()):
+    filled: dict[str, mx.array] = {}
+    for path, parameter in tree_flatten(model.parameters()):
+        name = place_of(path)
         if name not in weights:
-            if name.startswith("body.pooler.") and not model.needs_pooler:
-                continue
             raise ModelLoadFailed(f"{model_id} can't be loaded: {name} is missing.")
         if weights[name].shape != parameter.shape:
             raise ModelLoadFailed(
                 f"{model_id} can't be loaded: {name} has the shape {weights[name].shape}, and by "
                 f"config.json it is {parameter.shape}."
             )
-    model.load_weights(list(weights.items()), strict=False)
+        kinds = [array.dtype for array in (weights[name], parameter)]
+        if len({mx.issubdtype(dtype, mx.floating) for dtype in kinds}) > 1:
+            raise ModelLoadFailed(
+                f"{model_id} can't be loaded: {name} has the type {kinds[0]}, which its "
+                "config.json does not explain."
+            )
+        filled[path] = weights[name]
+    read = {place_of(path) for path in filled}
+    heads = {place_of(path).partition(".")[0] for path in filled if path.startswith("head.")}
+    spare = sorted(
+        name
+        for name in weights.keys() - read
+        if name.partition(".")[0] in heads
+        or not (name.startswith(family.unread) or is_computed(name))
+    )
+    if spare:
+        more = f" and {len(spare) - MOST_NAMED} more" if len(spare) > MOST_NAMED else ""
+        raise ModelLoadFailed(
+            f"{model_id} can't be loaded: by its config.json it has no place for the weights "
+            f"{', '.join(spare[:MOST_NAMED])}{more}."
+        )
+    model.load_weights(list(filled.items()))
+
+
+def is_computed(name: str) -> bool:
+    """Return whether a tensor is RoPE's frequencies, which old checkpoints hold."""
+    return name.endswith("rotary_emb.inv_freq")

@@ -9,17 +9,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ENCODERS = {
-    "bert": "bert",
-    "roberta": "xlm_roberta",
-    "xlm-roberta": "xlm_roberta",
-    "modernbert": "modernbert",
-    "qwen3": "qwen3",
-}
-"""mlx-embeddings' module for each `model_type` that is served. RoBERTa uses XLM-RoBERTa's."""
-OTHER_ENCODERS = frozenset(
-    {"camembert", "deberta-v2", "distilbert", "electra", "mpnet", "new", "nomic_bert"}
+ENCODERS = frozenset(
+    {
+        *("bert", "camembert", "distilbert", "gemma3_text", "modernbert", "mpnet", "qwen3"),
+        *("roberta", "xlm-roberta"),
+    }
 )
+"""Encoders that are served; `encoders.families` has their modules."""
+ALSO_GENERATE = frozenset({"gemma3_text", "qwen3"})
+"""Those of them whose architecture generates text, too."""
+OTHER_ENCODERS = frozenset({"deberta-v2", "electra", "new", "nomic_bert"})
 """Encoders that are not served, listed so that the refusal can say what they are."""
 
 
@@ -42,7 +41,7 @@ def known_name(model_type: str) -> str:
 
     Imports nothing of mlx-lm.
     """
-    names = architecture_modules() | ENCODERS.keys() | OTHER_ENCODERS
+    names = architecture_modules() | ENCODERS | OTHER_ENCODERS
     return _spelled(model_type, names) or model_type
 
 

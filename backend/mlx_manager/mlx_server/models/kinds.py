@@ -6,12 +6,15 @@ from collections.abc import Iterable
 from itertools import islice
 
 from mlx_manager.mlx_server.core import Kind
-from mlx_manager.mlx_server.errors import WrongModelKind
-from mlx_manager.mlx_server.models.architectures import ENCODERS, OTHER_ENCODERS
+from mlx_manager.mlx_server.errors import ModelLoadFailed, WrongModelKind
+from mlx_manager.mlx_server.models.architectures import ALSO_GENERATE, ENCODERS, OTHER_ENCODERS
 from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
+from mlx_manager.mlx_server.models.checkpoint.ranking import is_classifier, is_generative
+from mlx_manager.mlx_server.models.checkpoint.sentence import MODULES
 
-NEVER_GENERATES = frozenset({*ENCODERS, *OTHER_ENCODERS}) - {"qwen3"}
-SENTENCE_TRANSFORMERS = "modules.json"
+NEVER_GENERATES = (ENCODERS | OTHER_ENCODERS) - ALSO_GENERATE
+HEADLESS = frozenset({"Qwen3Model", "Gemma3TextModel"})
+"""Classes of architectures that also generate, without the head for tokens."""
 
 MOST_NAMED = 5
 PURPOSES: dict[Kind, tuple[str, str]] = {
@@ -22,15 +25,25 @@ PURPOSES: dict[Kind, tuple[str, str]] = {
 
 
 def kind_of(folder: ModelFolder) -> Kind:
-    """Return the kind of a model. A head for classes makes a reranker; sentence-transformers'
-    files, or an architecture without a head for tokens, make an embedding model."""
-    architectures = folder.config.get("architectures") or ()
-    if any(name.endswith("ForSequenceClassification") for name in architectures):
+    """Return the kind of a model. A head for classes, or words that stand for a score, make a
+    reranker; sentence-transformers' files, or an architecture without a head for tokens, make an
+    embedding model."""
+    if is_classifier(folder) or answers(folder):
         return "reranker"
-    headless = "Qwen3Model" in architectures or folder.model_type in NEVER_GENERATES
-    if headless or (folder.path / SENTENCE_TRANSFORMERS).is_file():
+    architectures = folder.config.get("architectures") or ()
+    headless = not HEADLESS.isdisjoint(architectures) or folder.model_type in NEVER_GENERATES
+    if headless or (folder.path / MODULES).is_file():
         return "embedding"
     return "text"
+
+
+def answers(folder: ModelFolder) -> bool:
+    """Return whether a model is a reranker that answers with a word."""
+    try:
+        return is_generative(folder)
+    except ModelLoadFailed:
+        # The load of the embedding model that it may be tells what is broken.
+        return False
 
 
 def wrong_kind(model_id: str, kind: Kind, wanted: Kind, offered: Iterable[str]) -> WrongModelKind:

@@ -296,6 +296,7 @@ INSTEAD: dict[Endpoint, dict[tuple[str, ...], str]] = {
         (*_CONVERSATION, "texts"): "Use `query` and `documents`.",
         ("truncate",): "Use `truncate_prompt_tokens`.",
         ("raw_scores", "normalize"): "Use `use_activation`.",
+        ("instructions",): "Use `instruction`.",
     },
     TOKENIZE: {_SYSTEM: "Send a message of role system.", ("input", "inputs"): "Use `prompt`."},
     APPLY_TEMPLATE: {

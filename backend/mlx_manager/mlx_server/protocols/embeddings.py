@@ -113,6 +113,7 @@ def ranking(body: RerankRequest, model: str, request_id: str) -> core.RerankRequ
         body.truncate_prompt_tokens,
         body.use_activation is not False,
         request_id,
+        instruction=body.instruction,
     )
 
 

@@ -96,6 +96,11 @@ class RerankRequest(Timed):
         None,
         description="Scores by the model's activation (a sigmoid, say; default), or its logits",
     )
+    instruction: str | None = Field(
+        None,
+        description="What makes a document fit the query, in a sentence, for models that take an "
+        "instruction (Qwen3-Reranker); default the model's own",
+    )
     max_tokens_per_doc: Any = None
     max_chunks_per_doc: Any = None
     rank_fields: Any = None

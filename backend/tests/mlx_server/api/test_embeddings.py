@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +16,17 @@ import pytest
 import pytest_asyncio
 from here import start_here
 from openai_spec import check
-from tiny_encoders import make_tiny_encoder
+from tiny_encoders import (
+    ASKED,
+    EMBEDDERS,
+    JUDGES,
+    QUERY,
+    RERANKERS,
+    SAID,
+    make_tiny_encoder,
+    make_tiny_judge,
+    type_of,
+)
 
 from mlx_manager.mlx_server.api.respond import BLOCK
 from mlx_manager.mlx_server.config import MLXServerSettings
@@ -23,6 +35,8 @@ from mlx_manager.mlx_server.main import create_app
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL, RERANKER = "bert", "judge"
+FAMILIES = [name for name in EMBEDDERS if name == type_of(name)]
+EXPECTED = json.loads((Path(__file__).parent.parent / "references/tiny_encoders.json").read_text())
 TEXTS = ["hello world", "a", "Grüße, 世界!"]
 
 
@@ -31,12 +45,19 @@ async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.
     folder = tmp_path_factory.mktemp("models")
     make_tiny_encoder(folder / MODEL)
     make_tiny_encoder(folder / RERANKER, reranker=True)
+    for name in FAMILIES:
+        make_tiny_encoder(folder / name, type_of(name), **EMBEDDERS[name])
+    for name in RERANKERS:
+        make_tiny_encoder(folder / f"rank-{name}", name, reranker=True)
+    for name, how in JUDGES.items():
+        make_tiny_judge(folder / name, **how)
     settings = MLXServerSettings(
         models_dir=folder,
         hf_cache=False,
         model=str(folder / MODEL),
         model_aliases="text-*=bert",
         max_inputs=700,
+        max_models=40,
     )
     app = create_app(settings, start=start_here)
     transport = httpx.ASGITransport(app)
@@ -264,3 +285,44 @@ async def test_what_encoders_read_is_in_the_metrics(http: httpx.AsyncClient) -> 
     assert float(counted[0]) >= tokens
     assert f'mlx_manager_num_requests_running{{model_name="{MODEL}"}} 0.0' in found
     assert f'mlx_manager_request_prompt_tokens_count{{model_name="{MODEL}"}}' in found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_each_architecture_gives_its_makers_vectors(http: httpx.AsyncClient, name: str):
+    body = await post(http, "embeddings", model=name, input=list(SAID))
+    found = np.array([item["embedding"] for item in body["data"]])
+    assert np.abs(found[:, :8] - np.array(EXPECTED["embed"][name])).max() < 3e-5
+
+
+def scores_of(body: Any) -> np.ndarray[Any, Any]:
+    """Return the scores in the order of the documents."""
+    results = sorted(body["results"], key=lambda result: result["index"])
+    return np.array([result["relevance_score"] for result in results])
+
+
+@pytest.mark.parametrize("name", RERANKERS)
+async def test_each_architecture_gives_its_makers_scores(http: httpx.AsyncClient, name: str):
+    asked = {"query": QUERY, "documents": list(SAID)}
+    scores = scores_of(await post(http, "rerank", model=f"rank-{name}", **asked))
+    assert np.abs(scores - EXPECTED["rank"][name]["scores"]).max() < 3e-5
+
+
+@pytest.mark.parametrize("name", JUDGES)
+async def test_a_reranker_that_answers_with_a_word_takes_an_instruction(
+    http: httpx.AsyncClient, name: str
+):
+    asked = {"model": name, "query": QUERY, "documents": list(SAID)}
+    scores = scores_of(await post(http, "rerank", **asked))
+    assert np.abs(scores - EXPECTED["judge"][name]).max() < 3e-5
+    instructed = scores_of(await post(http, "rerank", **asked, instruction=ASKED))
+    assert np.abs(instructed - scores).max() > 1e-3
+    if (expected := EXPECTED["judge"].get(f"{name}, asked")) is not None:
+        assert np.abs(instructed - expected).max() < 3e-5
+
+
+async def test_an_instruction_is_for_rerankers_that_take_one(http: httpx.AsyncClient):
+    body = {"model": RERANKER, "query": "q", "documents": ["d"], "instruction": "i"}
+    status, error = await refused(http, "rerank", **body)
+    assert (status, error["param"]) == (400, "instruction")
+    status, error = await refused(http, "rerank", **{**body, "instruction": 5})
+    assert (status, error["param"]) == (400, "instruction")

@@ -22,7 +22,23 @@ import pytest_asyncio
 from here import start_here
 from minilm import TEXTS, minilm_folder
 from safetensors.numpy import load_file, save_file
-from tiny_encoders import CLS, SEP, make_tiny_encoder
+from tiny_encoders import (
+    ASKED,
+    CLS,
+    EMBEDDERS,
+    JUDGES,
+    NO,
+    QUERY,
+    RERANKERS,
+    ROLES,
+    SAID,
+    SEP,
+    YES,
+    make_tiny_encoder,
+    make_tiny_judge,
+    type_of,
+    write,
+)
 
 from mlx_manager.mlx_server.backends.contents import AT_ONCE, HEAD
 from mlx_manager.mlx_server.backends.embedding import EncoderBackend
@@ -49,18 +65,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 REFERENCES = Path(__file__).parent.parent / "references"
 TINY = json.loads((REFERENCES / "tiny_encoders.json").read_text())
-SAID = ("hello world", "a", "Grüße, 世界!", "The quick brown fox jumps over the lazy dog near the river bank.")  # fmt: skip
-QUERY = "what is a fox?"
-EMBEDDERS: dict[str, dict[str, Any]] = {
-    "bert-mean": {"pooling": "mean_tokens"},
-    "bert-cls": {"pooling": "cls_token", "normalize": False},
-    "bert-dense": {"pooling": "mean_tokens", "dense": 12},
-    "roberta": {"pooling": "mean_tokens"},
-    "xlm-roberta": {"pooling": "cls_token"},
-    "modernbert": {"pooling": "mean_tokens"},
-    "qwen3": {"pooling": "lasttoken"},
-}
-RERANKERS = ("bert", "roberta", "xlm-roberta", "modernbert")
 
 
 def matrix(encoded: Any) -> np.ndarray[Any, Any]:
@@ -72,12 +76,62 @@ def are_alike(a: Any, b: Any) -> bool:
     return bool(np.abs(a - b).max() < 1e-5)
 
 
+def quantize(folder: Path) -> None:
+    """As a converter to MLX leaves a model: packed layers, and said so in config.json."""
+    stored: Any = mx.load(str(folder / "model.safetensors"))
+    packed: dict[str, mx.array] = {}
+    for name, array in stored.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and array.ndim == 2 and array.shape[1] % 32 == 0:
+            parts = mx.quantize(array, group_size=32, bits=8)
+            packed |= dict(zip((name, f"{layer}.scales", f"{layer}.biases"), parts, strict=True))
+        else:
+            packed[name] = array.astype(mx.float16)
+    mx.save_safetensors(str(folder / "model.safetensors"), packed, {"format": "mlx"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization"] = {"group_size": 32, "bits": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def take_in(folder: Path, *, leaving: bool) -> None:
+    """Put the layers after the pooling among the model's weights, as a converter to MLX does.
+
+    leaving: the folders of these layers stay, without their weights.
+    """
+    weights = load_file(folder / "model.safetensors")
+    for index, place in enumerate(sorted(folder.glob("*_Dense"))):
+        file = place / "model.safetensors"
+        for name, array in load_file(file).items():
+            weights[f"dense.{index}.{name.removeprefix('linear.')}"] = array
+        file.unlink()
+        if not leaving:
+            (place / "config.json").unlink()
+            place.rmdir()
+    save_file(weights, folder / "model.safetensors", {"format": "mlx"})
+
+
 @pytest.fixture(scope="module")
 def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("encoders")
     for name, how in EMBEDDERS.items():
-        kind = "bert" if name.startswith("bert-") else name
-        make_tiny_encoder(folder / name, kind, **how)
+        make_tiny_encoder(folder / name, type_of(name), **how)
+        quantize(make_tiny_encoder(folder / f"packed-{name}", type_of(name), **how))
+    for name, how in JUDGES.items():
+        make_tiny_judge(folder / name, **how)
+        if not how.get("template") and not how.get("reranker"):
+            quantize(make_tiny_judge(folder / f"packed-{name}", **how))
+    for name in ("gemma-apart", "gemma-inside", "gemma-bare", "gemma-packed"):
+        made = make_tiny_encoder(
+            folder / name,
+            "gemma3_text",
+            pooling="mean_tokens",
+            dense=(48, 32),
+            activation="Identity",
+        )
+        if name != "gemma-apart":
+            take_in(made, leaving=name == "gemma-inside")
+        if name == "gemma-packed":
+            quantize(made)
     for name in RERANKERS:
         make_tiny_encoder(folder / f"rank-{name}", name, reranker=True)
     make_tiny_encoder(folder / "quiet")
@@ -106,7 +160,7 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(models_dir: Path) -> AsyncIterator[ModelPoolManager]:
-    settings = MLXServerSettings(models_dir=models_dir, hf_cache=False, max_models=30)
+    settings = MLXServerSettings(models_dir=models_dir, hf_cache=False, max_models=80)
     async with open_pool(settings, start=start_here) as opened:
         assert isinstance(opened, ModelPoolManager)
         yield opened
@@ -144,15 +198,88 @@ async def test_scores_are_the_references(pool: ModelPoolManager, name: str):
     assert np.abs(logits - expected["logits"]).max() < 1e-4
 
 
+@pytest.mark.parametrize("name", JUDGES)
+async def test_a_reranker_that_answers_with_a_word_scores_as_its_makers_say(
+    pool: ModelPoolManager, name: str
+):
+    scores = matrix(await rank(pool, name, *SAID))[:, 0]
+    assert np.abs(scores - TINY["judge"][name]).max() < 3e-5
+    if (asked := TINY["judge"].get(f"{name}, asked")) is not None:
+        instructed = matrix(await rank(pool, name, *SAID, instruction=ASKED))[:, 0]
+        assert np.abs(instructed - asked).max() < 3e-5
+
+
+async def test_an_instruction_is_refused_where_there_is_no_place_for_it(pool: ModelPoolManager):
+    with pytest.raises(UnsupportedParameter, match="`instruction`: rank-bert takes none"):
+        await rank(pool, "rank-bert", "a", instruction=ASKED)
+
+
+async def test_a_document_is_cut_and_the_text_around_it_is_not(pool: ModelPoolManager):
+    name = "Qwen3-Reranker-tied"
+    whole = await rank(pool, name, "x")
+    cut = await rank(pool, name, "x" + "y" * 2000, truncate=whole.tokens)
+    assert cut.tokens == whole.tokens
+    assert are_alike(matrix(cut), matrix(whole))
+    assert (await rank(pool, name, "y" * 2000, truncate=-1)).tokens == 1024
+    with pytest.raises(ContextLengthExceeded, match="the query and document 1 resulted in"):
+        await rank(pool, name, "x", "y" * 2000)
+    with pytest.raises(ContextLengthExceeded, match="the query resulted in"):
+        await rank(pool, name, "x", instruction="z" * 2000)
+    with pytest.raises(InvalidParameter, match="which leaves nothing of 100 for a document"):
+        await rank(pool, name, "x", truncate=100)
+
+
+async def test_sentence_transformers_tells_the_words_of_a_reranker(tmp_path: Path):
+    for name, own in (("both", {"false_token_id": NO}), ("one", {"false_token_id": None})):
+        folder = make_tiny_judge(tmp_path / name, template=ROLES)
+        kinds = {"": "base.modules.transformer.Transformer", "1_LogitScore": "cross_encoder.modules.logit_score.LogitScore"}  # fmt: skip
+        modules = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in kinds.items()]  # fmt: skip
+        write(folder / "modules.json", modules)
+        write(folder / "1_LogitScore" / "config.json", {"true_token_id": YES, **own})
+        prompts = {"prompts": {"foxes": "Judge it."}, "default_prompt_name": "foxes"}
+        write(folder / "config_sentence_transformers.json", prompts)
+    settings = MLXServerSettings(models_dir=tmp_path, hf_cache=False)
+    async with open_pool(settings, start=start_here) as pool:
+        both = matrix(await rank(pool, "both", *SAID))[:, 0]
+        one = matrix(await rank(pool, "one", *SAID, activate=False))[:, 0]
+    # The prompt is the template's default.
+    assert np.abs(both - TINY["judge"]["template"]).max() < 3e-5
+    assert not np.allclose(one, np.log(both / (1 - both)), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"classifier_from_token": ["no", "maybe"]}, "its tokenizer has no token 'maybe'"),
+        ({"classifier_from_token": "yes"}, "classifier_from_token 'yes'; two tokens"),
+        ({"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "A"}}, "nothing tells in which text query and document"),
+        ({"auto_map": {"AutoModel": "own.Model"}, "classifier_from_token": ["no", "yes"]}, "comes with code of its own"),
+        ({"model_type": "gemma3_text", "classifier_from_token": ["no", "yes"]}, "a 'gemma3_text' reranker that answers with a word"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "classifier_from_token": ["no", "yes"]}, "a RoPE scaling"),
+    ],
+)  # fmt: skip
+async def test_a_reranker_whose_words_or_text_are_not_known_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+):
+    make_tiny_judge(tmp_path / "odd", **change)
+    async with open_pool(
+        MLXServerSettings(models_dir=tmp_path, hf_cache=False), start=start_here
+    ) as pool:
+        with pytest.raises((ModelNotSupported, ModelLoadFailed), match=message):
+            await pool.get_model("odd")
+
+
 async def test_a_reranker_may_be_without_an_activation(pool: ModelPoolManager):
     plain = matrix(await rank(pool, "logits", *SAID))
     assert np.abs(plain[:, 0] - TINY["rank"]["bert"]["logits"]).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", [*EMBEDDERS, "rank-bert", "rank-modernbert"])
+@pytest.mark.parametrize(
+    "name", [*EMBEDDERS, "rank-bert", "rank-modernbert", "Qwen3-Reranker-tied"]
+)
 async def test_a_text_gives_the_same_whoever_shares_its_batch(pool: ModelPoolManager, name: str):
-    texts = [" ".join(SAID)[: 3 + 7 * n] for n in range(16)]
-    ask = rank if name.startswith("rank") else embed
+    texts = [" ".join(SAID)[: 3 + 6 * n] for n in range(16)]
+    ask = embed if name in EMBEDDERS else rank
     together = matrix(await ask(pool, name, *texts))
     alone = np.concatenate([matrix(await ask(pool, name, text)) for text in texts])
     at_once = await asyncio.gather(*(ask(pool, name, text) for text in texts))
@@ -160,11 +287,13 @@ async def test_a_text_gives_the_same_whoever_shares_its_batch(pool: ModelPoolMan
     assert np.abs(np.concatenate([matrix(one) for one in at_once]) - alone).max() < 2e-5
 
 
-@pytest.mark.parametrize("name", [*EMBEDDERS, "rank-bert", "rank-modernbert"])
+@pytest.mark.parametrize(
+    "name", [*EMBEDDERS, "rank-bert", "rank-modernbert", "Qwen3-Reranker-tied"]
+)
 async def test_a_text_gives_the_same_a_layer_at_a_time(
     pool: ModelPoolManager, name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    ask = rank if name.startswith("rank") else embed
+    ask = embed if name in EMBEDDERS else rank
     alone, parts = matrix(await ask(pool, name, *SAID)), []
     go_on, begin = EncoderEngine._go_on, EncoderEngine._begin
 
@@ -193,7 +322,9 @@ async def test_hundreds_of_texts_keep_their_order(pool: ModelPoolManager):
         assert np.abs(matrix(together)[index] - alone[0]).max() < 2e-5
 
 
-@pytest.mark.parametrize("name", ["modernbert", "qwen3", "rank-modernbert"])
+@pytest.mark.parametrize(
+    "name", ["bert-max", "gemma3_text", "modernbert", "mpnet", "qwen3", "rank-modernbert"]
+)
 async def test_a_text_gives_the_same_in_a_batch_that_is_filled_up(
     pool: ModelPoolManager, name: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -436,7 +567,8 @@ async def test_a_model_is_refused_what_its_kind_can_not_do(pool: ModelPoolManage
     kinds = {model.id: model.kind for model in await pool.models()}
     assert kinds["mlx-manager/demo"] == "text"
     assert kinds["bert-mean"] == kinds["qwen3"] == "embedding"
-    assert kinds["rank-bert"] == "reranker"
+    assert {kinds[name] for name in ("rank-bert", *JUDGES)} == {"reranker"}
+    assert kinds["gemma3_text"] == "embedding"
     for model, kind in (
         ("mlx-manager/demo", "embedding"),
         ("bert-cls", "text"),
@@ -522,8 +654,11 @@ async def test_chats_and_embeddings_are_answered_beside_each_other(pool: ModelPo
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_act": "relu"}, "hidden_act 'relu'; only 'gelu'"),
-        ({"model_type": "mpnet"}, "'mpnet' model. Embedding models and rerankers of the"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish'; 'gelu', 'gelu_new', .* are known"),
+        ({"model_type": "nomic_bert"}, "'nomic_bert' model. Embedding models and rerankers of"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'; only 'absolute'"),
+        ({"num_attention_heads": 5}, "hidden size 32 is to be divided among 5 attention heads"),
+        ({"layer_norm_eps": -1.0}, "layer_norm_eps -1.0; it should be a positive number"),
         ({"id2label": {"0": "A", "1": "B"}, "architectures": ["BertForSequenceClassification"]}, "classifier of 2 labels"),
         ({"hidden_size": 64}, "has the shape"),
         ({"pad_token_id": 2 * 10**9}, "the pad_token_id 2000000000, .* between 0 and 259"),
@@ -540,6 +675,57 @@ async def test_what_can_not_be_served_is_said(tmp_path: Path, change: dict[str, 
     ) as pool:
         with pytest.raises((ModelNotSupported, ModelLoadFailed), match=message):
             await pool.get_model("odd")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"encoder.layer.0.attention.gate.weight": (4, 4)}, "no place for the weights encoder.layer.0.attention.gate"),
+        ({"classifier.weight": (1, 32)}, "no place for the weights classifier.weight"),
+        ({"bert.embeddings.LayerNorm.bias": (32,)}, "the weights embeddings.LayerNorm.bias twice"),
+        ({"encoder.layer.1.output.dense.bias": None}, "encoder.layer.1.output.dense.bias is missing"),
+        ({"encoder.layer.1.output.dense.bias": (31,)}, r"has the shape \(31,\), and by config.json it is \(32,\)"),
+        ({"encoder.layer.1.output.dense.bias": b""}, "output.dense.bias has the type mlx.core.uint8"),
+    ],
+)  # fmt: skip
+async def test_weights_that_are_not_the_models_are_named(
+    tmp_path: Path, changed: dict[str, Any], message: str
+):
+    file = make_tiny_encoder(tmp_path / "odd") / "model.safetensors"
+    weights = load_file(file)
+    for name, shape in changed.items():
+        match shape:
+            case None:
+                del weights[name]
+            case bytes():
+                weights[name] = weights[name].astype(np.uint8)
+            case _:
+                weights[name] = np.zeros(shape, np.float32)
+    save_file(weights, file, {"format": "pt"})
+    async with open_pool(
+        MLXServerSettings(models_dir=tmp_path, hf_cache=False), start=start_here
+    ) as pool:
+        with pytest.raises(ModelLoadFailed, match=message):
+            await pool.get_model("odd")
+        assert not await lines(pool, "odd")
+
+
+async def test_weights_for_other_tasks_are_left_out(tmp_path: Path):
+    """A masked language model's head, tables that are computed, and a pooler that nothing reads."""
+    folder = make_tiny_encoder(tmp_path / "bert")
+    weights = {f"bert.{name}": array for name, array in load_file(folder / "model.safetensors").items()}  # fmt: skip
+    weights |= {
+        "cls.predictions.bias": np.zeros(260, np.float32),
+        "bert.embeddings.position_ids": np.arange(128)[None],
+    }
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for new, before in old.items():
+        weights = {name.replace(new, before): array for name, array in weights.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    settings = MLXServerSettings(models_dir=tmp_path, hf_cache=False)
+    async with open_pool(settings, start=start_here) as pool:
+        found = matrix(await embed(pool, "bert", *SAID))
+    assert np.abs(found[:, :8] - np.array(TINY["embed"]["bert-mean"])).max() < 3e-5
 
 
 @pytest.mark.parametrize(
@@ -613,33 +799,37 @@ async def test_broken_settings_of_an_encoder_are_named_with_their_file(
             await pool.get_model("odd")
 
 
-def quantize(folder: Path) -> None:
-    """As mlx-embeddings' converter leaves a model: packed layers, and said so in config.json."""
-    stored: Any = mx.load(str(folder / "model.safetensors"))
-    packed: dict[str, mx.array] = {}
-    for name, array in stored.items():
-        layer, _, kind = name.rpartition(".")
-        if kind == "weight" and array.ndim == 2 and array.shape[1] % 32 == 0:
-            parts = mx.quantize(array, group_size=32, bits=8)
-            packed |= dict(zip((name, f"{layer}.scales", f"{layer}.biases"), parts, strict=True))
-        else:
-            packed[name] = array.astype(mx.float16)
-    mx.save_safetensors(str(folder / "model.safetensors"), packed, {"format": "mlx"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization"] = {"group_size": 32, "bits": 8}
-    (folder / "config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize("name", EMBEDDERS)
+async def test_quantised_weights_give_nearly_the_same(pool: ModelPoolManager, name: str):
+    rough, exact = [matrix(await embed(pool, f"{kind}{name}", *SAID)) for kind in ("packed-", "")]
+    lengths = np.linalg.norm(rough, axis=1) * np.linalg.norm(exact, axis=1)
+    assert ((rough * exact).sum(axis=1) / lengths).min() > 0.995
+    assert np.abs(rough - exact).max() > 0
 
 
-@pytest.mark.parametrize("weights", ["auto", "keep"])
-@pytest.mark.parametrize("name", ["bert-mean", "qwen3"])
-async def test_quantised_weights_give_nearly_the_same(tmp_path: Path, name: str, weights: Any):
-    kind = name.removesuffix("-mean")
-    quantize(make_tiny_encoder(tmp_path / "q", kind, **EMBEDDERS[name]))
-    make_tiny_encoder(tmp_path / "f", kind, **EMBEDDERS[name])
-    settings = MLXServerSettings(models_dir=tmp_path, hf_cache=False, weights=weights)
+@pytest.mark.parametrize("name", ["Qwen3-Reranker-tied", "Qwen3-Reranker-untied"])
+async def test_quantised_words_rank_nearly_the_same(pool: ModelPoolManager, name: str):
+    rough = matrix(await rank(pool, f"packed-{name}", *SAID))[:, 0]
+    assert np.abs(rough - TINY["judge"][name]).max() < 0.05
+
+
+async def test_weights_may_be_kept_as_they_are(tmp_path: Path):
+    quantize(make_tiny_encoder(tmp_path / "q"))
+    settings = MLXServerSettings(models_dir=tmp_path, hf_cache=False, weights="keep")
     async with open_pool(settings, start=start_here) as pool:
-        rough, exact = matrix(await embed(pool, "q", *SAID)), matrix(await embed(pool, "f", *SAID))
-    assert (rough * exact).sum(axis=1).min() > 0.995
+        rough = matrix(await embed(pool, "q", *SAID))
+    assert np.abs(rough[:, :8] - np.array(TINY["embed"]["bert-mean"])).max() < 0.02
+
+
+async def test_layers_after_the_pooling_may_be_among_the_models_weights(
+    pool: ModelPoolManager, caplog: pytest.LogCaptureFixture
+):
+    """As converters to MLX leave EmbeddingGemma, with and without sentence-transformers' folders."""
+    apart = matrix(await embed(pool, "gemma-apart", *SAID))
+    for name in ("gemma-inside", "gemma-bare"):
+        assert are_alike(matrix(await embed(pool, name, *SAID)), apart)
+    packed = matrix(await embed(pool, "gemma-packed", *SAID))
+    assert (packed * apart).sum(axis=1).min() > 0.995
 
 
 @pytest.mark.parametrize(

@@ -11,55 +11,82 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
 from mlx_manager.mlx_server.models.architectures import ENCODERS
 from mlx_manager.mlx_server.models.checkpoint.files import read_json, read_json_list
 from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
-from mlx_manager.mlx_server.models.kinds import SENTENCE_TRANSFORMERS
+from mlx_manager.mlx_server.models.checkpoint.weight_files import StoredTensor, headers_of
 
 log = logging.getLogger(__name__)
 
-Pooling = Literal["mean", "cls", "last"]
+Pooling = Literal["mean", "mean_sqrt_len", "weightedmean", "max", "cls", "last"]
 Activation = Literal["identity", "tanh", "sigmoid"]
+"""Activations of scores."""
+DenseActivation = Literal["identity", "tanh", "sigmoid", "relu", "gelu", "silu"]
+Named = TypeVar("Named")
 
+MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 BERT_LIMITS = "sentence_bert_config.json"
 POOLINGS: dict[str, Pooling] = {
-    "mean": "mean",
-    "mean_tokens": "mean",
-    "cls": "cls",
     "cls_token": "cls",
+    "max_tokens": "max",
+    "mean_tokens": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean_tokens": "weightedmean",
     "lasttoken": "last",
+    "cls": "cls",
+    "max": "max",
+    "mean": "mean",
+    "weightedmean": "weightedmean",
     "last": "last",
 }
+"""Poolings by their names: those of `pooling_mode_...` first, in the order in which
+sentence-transformers puts several of them together."""
 ACTIVATIONS: dict[str, Activation] = {
     "Identity": "identity",
     "Tanh": "tanh",
     "Sigmoid": "sigmoid",
 }
+DENSE_ACTIVATIONS: dict[str, DenseActivation] = {
+    **ACTIVATIONS,
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+}
+AFTER_PADDING = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
+"""Architectures whose positions begin after the padding's."""
+POOLED = "sentence_embedding"
+"""Name of a text's vector among sentence-transformers' features."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A layer after the pooling: its folder, and the activation of its output."""
+    """A layer after the pooling.
 
-    path: Path
-    activation: Activation
+    file: its weights; None if they are `dense.<index>` among the model's own.
+    """
+
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: DenseActivation
+    file: Path | None
 
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
     """The model's authors' way to get a vector from a text.
 
-    max_length: most tokens of a text, special ones included. prompts: texts that may be put before
-    it, by name. default_prompt: the name of the prompt that is used when none is named. matryoshka:
-    True if a vector's first numbers are a vector themselves. dimensions: the numbers of them for
-    which that holds; empty: any.
+    poolings: one or several, whose vectors are put together. max_length: most tokens of a text,
+    special ones included. prompts: texts that may be put before it, by name. default_prompt: the
+    name of the prompt that is used when none is named. matryoshka: True if a vector's first numbers
+    are a vector themselves. dimensions: the numbers of them for which that holds; empty: any.
     """
 
-    pooling: Pooling
+    poolings: tuple[Pooling, ...]
     normalize: bool
     max_length: int
     lower_case: bool = False
@@ -77,40 +104,33 @@ class Sentence:
             ModelLoadFailed: a file is broken.
             ModelNotSupported: a module, a pooling or an activation is not known here.
         """
-        pooling: Pooling = "last" if ENCODERS[folder.model_type] == "qwen3" else "mean"
+        poolings: tuple[Pooling, ...] = ("last" if folder.model_type == "qwen3" else "mean",)
         normalize = True
         dense: list[Dense] = []
-        # The defaults without these files are mlx-embeddings'.
-        if (folder.path / SENTENCE_TRANSFORMERS).is_file():
+        if (folder.path / MODULES).is_file():
             normalize = False
-            for module in read_json_list(folder.path / SENTENCE_TRANSFORMERS):
-                kind = str(module.get("type", "")).rpartition(".")[2]
+            for module in read_json_list(folder.path / MODULES):
                 path = folder.path / str(module.get("path", ""))
-                match kind:
-                    case "Transformer":
+                match module_kind(module):
+                    case "Transformer" | "Dropout" | "LogitScore":
                         pass
                     case "Pooling" if (path / "config.json").is_file():
-                        pooling = pooling_of(path / "config.json")
+                        poolings = poolings_of(path / "config.json")
                     case "Pooling":
-                        log.warning(
-                            "%s names a Pooling, and %s is missing: the pooling is %s",
-                            folder.path / SENTENCE_TRANSFORMERS,
-                            path / "config.json",
-                            pooling,
-                        )
+                        missing(folder, "Pooling", path, f"the pooling is {poolings[0]}")
                     case "Dense":
-                        dense.append(Dense(path, dense_activation(path / "config.json")))
+                        dense.append(dense_of(folder, path, len(dense)))
                     case "Normalize":
                         normalize = True
-                    case _:
+                    case kind:
                         raise ModelNotSupported(
-                            f"{folder.path / SENTENCE_TRANSFORMERS} has a module {kind!r}, which "
-                            "is not known here."
+                            f"{folder.path / MODULES} has a module {kind!r}, which is not known "
+                            "here."
                         )
         limits = optional(folder.path / BERT_LIMITS)
         dimensions = folder.config.get("matryoshka_dimensions") or ()
         return Sentence(
-            pooling,
+            poolings,
             normalize,
             longest_text(folder),
             bool(limits.get("do_lower_case")),
@@ -119,6 +139,59 @@ class Sentence:
             bool(dimensions or folder.config.get("is_matryoshka")),
             tuple(dimensions),
         )
+
+
+def module_kind(module: Mapping[str, Any]) -> str:
+    """Return the class that an entry of modules.json names, without its package."""
+    return str(module.get("type", "")).rpartition(".")[2]
+
+
+def missing(folder: ModelFolder, kind: str, path: Path, instead: str) -> None:
+    log.warning(
+        "%s names a %s, and %s is missing: %s",
+        folder.path / MODULES,
+        kind,
+        path / "config.json",
+        instead,
+    )
+
+
+def dense_of(folder: ModelFolder, path: Path, index: int) -> Dense:
+    """Return the layer of that folder. Converters to MLX put its weights among the model's own, and
+    may leave its folder out.
+
+    Raises:
+        ModelLoadFailed: a file is missing or broken.
+        ModelNotSupported: a setting has a value that is not known here.
+    """
+    own: dict[str, StoredTensor] = {}
+    for tensors in headers_of(folder.weights).values():
+        own |= tensors
+    weight = own.get(f"dense.{index}.weight")
+    file = None if weight is not None else path / "model.safetensors"
+    if weight is not None and not (path / "config.json").is_file():
+        missing(folder, "Dense", path, "its layer has no activation")
+        scales = own.get(f"dense.{index}.scales")
+        group = (folder.config.get("quantization") or {}).get("group_size", 1)
+        inputs = weight.shape[1] if scales is None else scales.shape[1] * group
+        return Dense(inputs, weight.shape[0], f"dense.{index}.bias" in own, "identity", file)
+    config = read_json(path / "config.json")
+    for name, only in (
+        ("use_residual", False),
+        ("module_input_name", POOLED),
+        ("module_output_name", POOLED),
+    ):
+        if (config.get(name) or only) != only:
+            raise ModelNotSupported(
+                f"{path / 'config.json'} has {name} {config[name]!r}; only {only!r} is known."
+            )
+    sizes = [config.get(name) for name in ("in_features", "out_features")]
+    inputs, outputs = sizes
+    if not isinstance(inputs, int) or not isinstance(outputs, int):
+        raise ModelLoadFailed(f"{path / 'config.json'} has no in_features or out_features.")
+    name = str(config.get("activation_function", "Identity"))
+    activation = activation_of(name, DENSE_ACTIVATIONS, path / "config.json")
+    return Dense(inputs, outputs, config.get("bias", True) is not False, activation, file)
 
 
 def prompts_of(file: Path) -> tuple[Mapping[str, str], str | None]:
@@ -149,8 +222,10 @@ def longest_text(folder: ModelFolder) -> int:
         ModelLoadFailed: a file is broken or has an invalid value; the message names file and key.
     """
     positions = folder.context_length
-    if ENCODERS.get(folder.model_type) == "xlm_roberta":
-        positions -= int(folder.config.get("pad_token_id", 1)) + 1
+    if folder.model_type in AFTER_PADDING:
+        # MPNet's padding has the same id, whatever its config says.
+        padding = 1 if folder.model_type == "mpnet" else folder.config.get("pad_token_id", 1)
+        positions -= int(padding) + 1
     if positions < 1:
         raise ModelLoadFailed(
             f"{folder.path / 'config.json'}: max_position_embeddings must exceed pad_token_id + 1."
@@ -166,39 +241,52 @@ def longest_text(folder: ModelFolder) -> int:
     raise ModelLoadFailed(f"{file}: max_seq_length must be a whole number from 1 on, or null.")
 
 
-def pooling_of(file: Path) -> Pooling:
+def poolings_of(file: Path) -> tuple[Pooling, ...]:
+    """
+    Raises:
+        ModelLoadFailed: the file is broken.
+        ModelNotSupported: a pooling is not known here.
+    """
     config = read_json(file)
     if not config.get("include_prompt", True):
         raise ModelNotSupported(f"{file} leaves the prompt out of the pooling: not done here.")
-    modes = [
-        name.removeprefix("pooling_mode_")
-        for name, wanted in config.items()
-        if name.startswith("pooling_mode_") and wanted
-    ]
-    modes = modes or [str(config.get("pooling_mode", "mean"))]
-    if len(modes) != 1 or modes[0] not in POOLINGS:
+    named = config.get("pooling_mode")
+    if named is not None:
+        modes = [named] if isinstance(named, str) else list(named)
+    else:
+        prefix = "pooling_mode_"
+        wanted = {name.removeprefix(prefix) for name in config if config[name]}
+        told = [name for name in config if name.startswith(prefix)]
+        odd = [name for name in told if name.removeprefix(prefix) not in POOLINGS and config[name]]
+        modes = odd or [name for name in POOLINGS if name in wanted] or ["mean"]
+    if unknown := [mode for mode in modes if mode not in POOLINGS]:
         raise ModelNotSupported(
-            f"{file} asks for the pooling {' + '.join(modes)}; possible are mean, cls, lasttoken."
+            f"{file} asks for the pooling {unknown[0]}; possible are cls, max, mean, "
+            "mean_sqrt_len_tokens, weightedmean and lasttoken."
         )
-    return POOLINGS[modes[0]]
-
-
-def dense_activation(file: Path) -> Activation:
-    return activation_of(str(read_json(file).get("activation_function", "Identity")), file)
+    return tuple(POOLINGS[mode] for mode in modes)
 
 
 def rank_activation(folder: ModelFolder) -> Activation:
     """Return the activation of a reranker's logit: a sigmoid unless its config names another."""
-    own = folder.config.get("sentence_transformers") or {}
-    name = own.get("activation_fn") or folder.config.get("sbert_ce_default_activation_function")
-    return activation_of(name or "Sigmoid", folder.path / "config.json")
+    file, own = folder.path / PROMPTS, optional(folder.path / PROMPTS).get("activation_fn")
+    if not own:
+        file = folder.path / "config.json"
+        named = folder.config.get("sentence_transformers") or {}
+        own = named.get("activation_fn")
+    name = own or folder.config.get("sbert_ce_default_activation_function") or "Sigmoid"
+    return activation_of(str(name), ACTIVATIONS, file)
 
 
-def activation_of(name: str, file: Path) -> Activation:
+def activation_of(name: str, known: Mapping[str, Named], file: Path) -> Named:
+    """
+    Raises:
+        ModelNotSupported: the activation of that name is none of `known`.
+    """
     last = name.rpartition(".")[2]
-    if last not in ACTIVATIONS:
+    if last not in known:
         raise ModelNotSupported(f"{file} asks for the activation {name}, not known here.")
-    return ACTIVATIONS[last]
+    return known[last]
 
 
 def labels_of(config: Mapping[str, Any]) -> int:
@@ -213,29 +301,14 @@ def optional(file: Path) -> dict[str, Any]:
 
 
 def check_supported(folder: ModelFolder, model_id: str) -> None:
-    """Check that an encoder can be served.
+    """Check that there is a module for an encoder.
 
     Raises:
-        ModelNotSupported: the architecture, or a variation of it, can't be served.
+        ModelNotSupported: its architecture can't be served.
     """
-    config = folder.config
     if folder.model_type not in ENCODERS:
-        known = ", ".join(ENCODERS)
+        known = ", ".join(sorted(ENCODERS))
         raise ModelNotSupported(
             f"{model_id} is a {folder.model_type!r} model. Embedding models and rerankers of the "
             f"architectures {known} can be served."
         )
-    variations = {"hidden_act": "silu" if folder.model_type == "qwen3" else "gelu"}
-    variations |= {"position_embedding_type": "absolute", "hidden_activation": "gelu"}
-    for name, only in variations.items():
-        if config.get(name, only) != only:
-            raise ModelNotSupported(
-                f"{model_id} has {name} {config[name]!r}; only {only!r} is known."
-            )
-    rope = config.get("rope_scaling") or {}
-    if config.get("use_sliding_window") or rope.get("rope_type", "default") != "default":
-        raise ModelNotSupported(
-            f"{model_id} has a sliding window or a RoPE scaling: not done here."
-        )
-    if config.get("is_decoder") or config.get("add_cross_attention"):
-        raise ModelLoadFailed(f"{model_id} is a decoder by its config.json, not an encoder.")
