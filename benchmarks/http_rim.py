@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import uvicorn
 import uvloop
 
-from mlx_manager.mlx_server.api.listener import configuration
+from mlx_manager.mlx_server.api.http.listener import configuration
 from mlx_manager.mlx_server.config import DEMO_MODEL, MLXServerSettings
 from mlx_manager.mlx_server.core import (
     NO_OVERLAY,

@@ -1,9 +1,9 @@
 """What running streams notice of requests whose bodies are large, over HTTP.
 
-Bodies of `--megabytes` come one after another while streams run; each kind is as many values as fit
-of one that has a limit: the model's context, or what the server counts. None is answered with
-tokens. The gaps are those between the pieces that a stream's reader gets while the body is on its
-way or looked at.
+Bodies come one after another while streams run: of `--megabytes`, each with as many values as fit
+of one that has a limit (the model's context, or what the server counts), and of as many pieces as a
+body may have. None is answered with tokens. The gaps are those between the pieces that a stream's
+reader gets while the body is on its way or looked at.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from workload import chat
 TOKENS = 400
 SETTLED = 0.3
 """Seconds until the streams run."""
+MOST = 16_000
+"""Pieces that a body may have, in round numbers."""
 Body = tuple[str, dict[str, Any]]
 
 
@@ -51,6 +53,23 @@ KINDS: Mapping[str, Callable[[int], Body]] = {
     "input items": lambda n: (
         "/responses",
         {"input": [{"role": "user", "content": "w"}] * (n // 34)},
+    ),
+    "empty lists": lambda n: ("/chat/completions", {"messages": [[]] * (n // 4)}),
+    "16 000 messages": lambda _: (
+        "/chat/completions",
+        user("") | {"messages": [{"role": "user", "content": "w"}] * MOST},
+    ),
+    "16 000 content parts": lambda _: (
+        "/chat/completions",
+        user([{"type": "text", "text": "w"}] * MOST),
+    ),
+    "16 000 tools": lambda _: (
+        "/chat/completions",
+        user("") | {"tools": [{"type": "function", "function": {"name": "f"}}] * MOST},
+    ),
+    "16 000 input items": lambda _: (
+        "/responses",
+        {"input": [{"role": "user", "content": "w"}] * MOST},
     ),
 }
 

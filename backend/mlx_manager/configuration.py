@@ -1,14 +1,17 @@
-"""`docs/configuration.md`: every setting, from the types that validate them.
+"""`docs/configuration.md`, written from the table of settings.
 
 Run with `python -m mlx_manager.configuration > docs/configuration.md`; a test compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
-from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.settings import TABLE, Secret, Setting
 
 INTRODUCTION = """# Configuration
 
@@ -27,54 +30,16 @@ they differ.
 [operations.md](operations.md) says what to watch and what to turn.
 """
 
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Where it listens, and who may come in": (
-        *("host", "port", "ollama_port", "api_key", "api_keys_file", "admin_token", "open_access"),
-        *("open_metrics", "allowed_hosts", "cors_origins", "key_requests_per_minute"),
-        *("key_tokens_per_minute", "key_max_concurrent", "key_max_queued"),
-    ),
-    "Models": (
-        *("model", "available_models", "model_aliases", "models_file", "models_dir", "hf_cache"),
-        *("allow_download", "trust_remote_code"),
-    ),
-    "Memory and speed": (
-        *("memory_limit_gb", "max_models", "model_ttl_seconds", "weights", "wire_weights"),
-        *("max_rows", "max_waiting", "page_size", "prefill_chunk", "prefix_cache"),
-    ),
-    "Requests and answers": (
-        *("max_headers_kb", "max_body_mb", "max_messages", "max_parts", "max_images"),
-        *("max_tools", "max_inputs", "strict_fields", "validation_status"),
-        *(
-            "reasoning_field",
-            "images_as_text",
-            "response_store",
-            "response_store_mb",
-            "response_store_days",
-        ),
-    ),
-    "Time": (
-        *("keepalive_seconds", "timeout_seconds", "first_token_timeout_seconds"),
-        *("queue_timeout_seconds", "client_timeout_seconds", "load_timeout_seconds"),
-        *("drain_seconds", "watchdog_seconds", "keep_awake"),
-    ),
-    "Logs, metrics and traces": (
-        *("log_level", "log_format", "log_prompts", "metrics_by_key", "audit_log", "audit_log_mb"),
-        *("audit_log_days", "logfire_enabled", "otlp_endpoint"),
-    ),
+KINDS: Mapping[object, str] = {
+    bool: "`true`, `false`",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    tuple: "a list",
+    Path: "a path",
+    Secret: "a secret",
 }
-OTHERS = "Others"
-
-KINDS: Mapping[str, str] = {
-    "array": "a list",
-    "boolean": "`true`, `false`",
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "path": "a path",
-    "password": "a secret",
-    "^https?://.+": "a URL",
-}
-"""Plain words for JSON Schema's types, formats and patterns."""
+"""Plain words for the types of settings."""
 
 BESIDES: Mapping[str, str] = {
     "MLX_SERVER_BLAS": "On a Linux CPU: the BLAS library, or `off`; see `mlx-manager doctor`",
@@ -103,34 +68,20 @@ BESIDES: Mapping[str, str] = {
 
 
 def page() -> str:
-    sections = (section(title, names) for title, names in groups())
+    sections = (
+        section(title, rows) for title, rows in groupby(TABLE.values(), attrgetter("section"))
+    )
     return "\n".join([INTRODUCTION, *sections, besides()])
 
 
-def groups() -> Iterator[tuple[str, list[str]]]:
-    """Titles with the names of settings; what is in no group comes last."""
-    grouped = {name for names in GROUPS.values() for name in names}
-    rest = [name for name in MLXServerSettings.model_fields if name not in grouped]
-    for title, names in GROUPS.items():
-        yield title, list(names)
-    if rest:
-        yield OTHERS, rest
-
-
-def section(title: str, names: list[str]) -> str:
-    properties = MLXServerSettings.model_json_schema()["properties"]
-    rows = "\n".join(row(name, properties[name]) for name in names)
+def section(title: str, rows: Iterable[Setting]) -> str:
     head = "| Variable | Option | Values | Default | Meaning |\n|---|---|---|---|---|"
-    return f"## {title}\n\n{head}\n{rows}\n"
+    return f"## {title}\n\n{head}\n" + "\n".join(map(line, rows)) + "\n"
 
 
-def row(name: str, schema: Mapping[str, Any]) -> str:
-    option = f"--{name.replace('_', '-')}"
-    shown = "" if schema["default"] in (None, []) else f"`{plain(schema['default'])}`"
-    return (
-        f"| `MLX_SERVER_{name.upper()}` | `{option}` | {values(schema)} | {shown} "
-        f"| {schema['description']} |"
-    )
+def line(row: Setting) -> str:
+    shown = default(row)
+    return f"| `{row.variable}` | `{row.option}` | {values(row)} | {shown} | {row.text} |"
 
 
 def besides() -> str:
@@ -138,31 +89,35 @@ def besides() -> str:
     return f"## Variables that are no settings\n\n| Variable | Meaning |\n|---|---|\n{rows}\n"
 
 
-def plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def default(row: Setting) -> str:
+    match row.default:
+        case None | ():
+            return ""
+        case bool(on):
+            return f"`{str(on).lower()}`"
+        case value:
+            return f"`{value}`"
 
 
-def values(schema: Mapping[str, Any]) -> str:
-    """Return in words the values that a setting takes, from its JSON Schema."""
-    # None, where it is a default, can't be asked for.
-    schema = schema["anyOf"][0] if "anyOf" in schema else schema
-    if "enum" in schema:
-        return ", ".join(f"`{option}`" for option in schema["enum"])
-    for keyword in ("format", "pattern"):
-        if schema.get(keyword) in KINDS:
-            return KINDS[schema[keyword]]
-    return KINDS[schema["type"]] + bounds(schema)
+def values(row: Setting) -> str:
+    """Return in words the values that a setting takes."""
+    origin = get_origin(row.kind)
+    if origin is Literal:
+        return ", ".join(f"`{option}`" for option in get_args(row.kind))
+    if "pattern" in row.bounds:
+        return "a URL"
+    return KINDS[origin or row.kind] + bounds(row.bounds)
 
 
-def bounds(schema: Mapping[str, Any]) -> str:
-    match schema:
-        case {"minimum": low, "maximum": high}:
+def bounds(given: Mapping[str, Any]) -> str:
+    match given:
+        case {"ge": low, "le": high}:
             return f" from {low} to {high}"
-        case {"exclusiveMinimum": low, "maximum": high}:
+        case {"gt": low, "le": high}:
             return f" over {low}, {high} at most"
-        case {"minimum": low}:
+        case {"ge": low}:
             return f", {low} or more"
-        case {"exclusiveMinimum": low}:
+        case {"gt": low}:
             return f" over {low}"
         case _:
             return ""

@@ -16,6 +16,7 @@ from pathlib import Path
 from mlx_manager import __version__
 from mlx_manager.mlx_server.address import url_of
 from mlx_manager.mlx_server.config import MLXServerSettings, doubts, expanded
+from mlx_manager.mlx_server.settings import TABLE
 from mlx_manager.mlx_server.utils.text import sized
 
 INSTALL_MLX = (
@@ -156,8 +157,8 @@ def setting_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     """The settings that differ from the defaults, and what looks like a typing error."""
     changed = {
         name: getattr(settings, name)
-        for name, field in MLXServerSettings.model_fields.items()
-        if getattr(settings, name) != field.default
+        for name, row in TABLE.items()
+        if getattr(settings, name) != row.default
     }
     if changed:
         yield Finding("settings", ", ".join(f"{name}={value}" for name, value in changed.items()))

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from mlx_manager.mlx_server.config import MLXServerSettings, expanded, is_folder
+from mlx_manager.mlx_server.config import PATHS, expanded, is_folder
+from mlx_manager.mlx_server.settings import PREFIX
 from mlx_manager.mlx_server.utils.open_files import OPEN_FILES
 
 Kind = Literal["systemd", "launchd"]
@@ -313,12 +314,6 @@ def masked(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-PREFIX = "MLX_SERVER_"
-PATHS = {
-    name
-    for name, field in MLXServerSettings.model_fields.items()
-    if Path in get_args(field.annotation)
-}
 CARRIED = re.compile(
     r"(MLX_(SERVER|CUDA|MAX|PTX)|HF|OTEL|LOGFIRE)_.+|(OPENBLAS|OMP)_NUM_THREADS"
     r"|TOKENIZERS_PARALLELISM|(?i:(https?|all|no)_proxy)|SSL_CERT_(FILE|DIR)"

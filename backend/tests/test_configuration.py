@@ -7,12 +7,6 @@ from mlx_manager import configuration
 from mlx_manager.mlx_server.config import PATHS, MLXServerSettings
 
 
-def test_every_setting_is_in_it_once() -> None:
-    page = configuration.page()
-    for name in MLXServerSettings.model_fields:
-        assert page.count(f"| `MLX_SERVER_{name.upper()}` |") == 1
-
-
 @pytest.mark.parametrize(
     ("name", "values"),
     [

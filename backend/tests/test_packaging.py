@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_manager import __version__
-from mlx_manager.cli.serve import parse_settings
+from mlx_manager.cli.settings import parse_settings
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "packaging"

@@ -17,15 +17,15 @@ from mlx_manager import __version__
 from mlx_manager.cli.bench import bench
 from mlx_manager.cli.chat import chat
 from mlx_manager.cli.doctor import doctor
-from mlx_manager.cli.key import key
 from mlx_manager.cli.launch import launch
-from mlx_manager.cli.list import list_models
-from mlx_manager.cli.load import cancel, load, unload, unpin
-from mlx_manager.cli.ps import ps
-from mlx_manager.cli.pull import pull
-from mlx_manager.cli.rm import rm
-from mlx_manager.cli.serve import serve
-from mlx_manager.cli.service import service
+from mlx_manager.cli.models.list import list_models
+from mlx_manager.cli.models.pull import pull
+from mlx_manager.cli.models.rm import rm
+from mlx_manager.cli.server.key import key
+from mlx_manager.cli.server.load import cancel, load, unload, unpin
+from mlx_manager.cli.server.ps import ps
+from mlx_manager.cli.server.serve import serve
+from mlx_manager.cli.server.service import service
 from mlx_manager.cli.terminal import MEANINGS, ExitCode, complain
 from mlx_manager.printable import is_dumb
 

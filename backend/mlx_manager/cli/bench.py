@@ -202,7 +202,8 @@ def share_figures(source: ModelSource, load: Load, file: Path) -> None:
 def find_source(model: str | None) -> ModelSource:
     """The model that `serve` would serve by this name; ends the program where its files are not
     here."""
-    from mlx_manager.cli.serve import parse_settings, require_mlx
+    from mlx_manager.cli.server.serve import require_mlx
+    from mlx_manager.cli.settings import parse_settings
     from mlx_manager.mlx_server.errors import MLXManagerError
     from mlx_manager.mlx_server.models.catalog import Catalog
     from mlx_manager.mlx_server.models.settings import read_models_file

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_manager.cli.connection import ApiKey, Url, address, answers, connected
-from mlx_manager.cli.pull import exit_code, fetch_default
-from mlx_manager.cli.serve import parse_settings
+from mlx_manager.cli.models.pull import exit_code, fetch_default
+from mlx_manager.cli.settings import parse_settings
 from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_manager.cli.serve import Host, Port, parse_settings
+from mlx_manager.cli.settings import parse_settings, takes_settings
 from mlx_manager.cli.terminal import AsJson, ExitCode, colour, fail, note, put, require_place
 
 if TYPE_CHECKING:
@@ -33,13 +33,12 @@ File = Annotated[
 REPORT_FILE = Path("mlx-manager-report.json")
 
 
+@takes_settings("host", "port")
 def doctor(
-    context: typer.Context,
     file: File = None,
     *,
     report: Report = False,
-    host: Host = None,
-    port: Port = None,
+    given: dict[str, Any],
     as_json: AsJson = False,
 ) -> None:
     """Find what prevents or slows serving on this machine.
@@ -58,8 +57,7 @@ def doctor(
       mlx-manager doctor --port 9000
       mlx-manager doctor --report mine.json
     """
-    own = ("as_json", "report", "file")
-    settings = parse_settings({k: v for k, v in context.params.items() if k not in own})
+    settings = parse_settings(given)
     if report:
         if as_json:
             fail("--report is JSON, and --json is of what is printed: give one.", ExitCode.USAGE)

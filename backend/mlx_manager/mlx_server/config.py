@@ -9,32 +9,29 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, create_model, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from mlx_manager.mlx_server.address import as_browsers_say, is_host, origin_as_browsers_say
+from mlx_manager.mlx_server.settings import (
+    PREFIX,
+    TABLE,
+    ImagesAsText,
+    ReasoningField,
+    Secret,
+    Setting,
+    Settings,
+)
 
-DEMO_MODEL = "mlx-manager/demo"
+DEMO_MODEL = Settings.model
 # `devices/cpu/blas.py` reads these before there are settings.
 NOT_A_SETTING = {"MLX_SERVER_BLAS"}
-# Upper bound of settings in kB, MB or GB. More was meant in bytes, and MLX and SQLite refuse it.
-MOST = 2**20
-SIZES = ("memory_limit_gb", "max_body_mb", "max_headers_kb", "response_store_mb", "audit_log_mb")
+SIZES = tuple(row.name for row in TABLE.values() if row.is_size)
 UNITS = {"kb": 2**10, "mb": 2**20, "gb": 2**30, "tb": 2**40}
 WITH_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt])i?b?\s*", re.IGNORECASE)
-PATHS = ("api_keys_file", "models_file", "models_dir", "response_store", "audit_log")
-
-
-def _number(value: object) -> object:
-    """Read the digits of an environment variable as the number that they are."""
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
-
-
-ReasoningField = Literal["reasoning_content", "reasoning"]
-ImagesAsText = Literal["history", "never", "always"]
-ValidationStatus = Annotated[Literal[400, 422], BeforeValidator(_number)]
+PATHS = tuple(row.name for row in TABLE.values() if row.kind is Path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +44,9 @@ class EngineLimits:
     prefix_cache: unreferenced pages stay for reuse.
     """
 
-    max_rows: int = 128
-    max_waiting: int = 1024
-    page_size: int = 16
+    max_rows: int = Settings.max_rows
+    max_waiting: int = Settings.max_waiting
+    page_size: int = Settings.page_size
     prefill_chunk: int | None = None
     prefix_cache: bool = True
 
@@ -64,7 +61,7 @@ class PoolLimits:
     load_timeout: seconds that a load may go without progress; None: no limit.
     """
 
-    max_models: int = 4
+    max_models: int = Settings.max_models
     ttl: float = math.inf
     memory_limit: int | None = None
     weights: Literal["auto", "keep", "dequantize"] = "auto"
@@ -98,18 +95,14 @@ class ApiLimits:
     send its headers, and later the time in which it may neither send nor read anything.
     """
 
-    max_body: int = 32 * 2**20
-    keepalive: float = 10.0
-    client_timeout: float = 60.0
-    strict_fields: bool = False
-    validation_status: int = 422
-    reasoning_field: ReasoningField = "reasoning_content"
-    max_messages: int = 4096
-    max_parts: int = 16384
-    max_images: int = 64
-    max_tools: int = 1024
-    max_inputs: int = 2048
-    images_as_text: ImagesAsText = "history"
+    max_body: int
+    keepalive: float
+    client_timeout: float
+    strict_fields: bool
+    validation_status: int
+    reasoning_field: ReasoningField
+    max_images: int
+    images_as_text: ImagesAsText
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +116,7 @@ class KeyLimits:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrent: int | None = None
-    max_queued: int = 64
+    max_queued: int = Settings.key_max_queued
     priority: int | None = None
 
 
@@ -137,7 +130,7 @@ class AccessRules:
     admin_token: the token that the admin API demands.
     """
 
-    host: str = "127.0.0.1"
+    host: str = Settings.host
     key: str | None = field(default=None, repr=False)
     keys_file: Path | None = None
     limits: KeyLimits = field(default_factory=KeyLimits)
@@ -207,233 +200,39 @@ class TraceTargets:
         return self.logfire or self.otlp is not None
 
 
-class MLXServerSettings(BaseSettings):
+def _declared(row: Setting) -> tuple[Any, Any]:
+    """Return a setting's type and field, as `create_model` takes them."""
+    kind = SecretStr if row.kind is Secret else row.kind
+    if get_origin(kind) is tuple:
+        kind = Annotated[kind, NoDecode]
+    return (
+        kind | None if row.default is None else kind,
+        Field(row.default, description=row.text, **row.bounds),
+    )
+
+
+if TYPE_CHECKING:
+
+    class _Fields(Settings, BaseSettings):
+        """The settings as attributes, typed by the table."""
+else:
+    _Fields = create_model(
+        "_Fields", __base__=BaseSettings, **{row.name: _declared(row) for row in TABLE.values()}
+    )
+
+
+class MLXServerSettings(_Fields):
     """Every setting of the server; each is an environment variable `MLX_SERVER_<NAME>`."""
 
     model_config = SettingsConfigDict(
-        env_prefix="MLX_SERVER_", frozen=True, extra="ignore", hide_input_in_errors=True
+        env_prefix=PREFIX, frozen=True, extra="ignore", hide_input_in_errors=True
     )
 
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
-    ollama_port: int | None = Field(
-        None,
-        ge=1,
-        le=65535,
-        description="Second port to listen on, such as 11434, where Ollama's clients look",
-    )
-    api_key: SecretStr | None = Field(
-        None,
-        min_length=1,
-        description="API key that requests must send; a variable hides it from other users",
-    )
-    admin_token: SecretStr | None = Field(
-        None,
-        min_length=8,
-        description="Token for /v1/admin; without one, /v1/admin answers only this machine",
-    )
-    api_keys_file: Path | None = Field(
-        None,
-        description="File of named API keys, stored as hashes; `mlx-manager key add` writes it",
-    )
-    open_access: bool = Field(False, description="Serve other machines without any key")
-    open_metrics: bool = Field(False, description="Answer /metrics without a key")
-    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
-        (),
-        description="Host names that browsers may use for a server without keys, comma-separated",
-    )
-    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="Origins whose web pages may read answers, comma-separated; `*` for all"
-    )
-    key_requests_per_minute: int | None = Field(
-        None, ge=1, description="Requests a minute for each key that has no limit of its own"
-    )
-    key_tokens_per_minute: int | None = Field(
-        None,
-        ge=1,
-        description="Tokens a minute, prompts and answers, for each key that has no limit of its "
-        "own",
-    )
-    key_max_concurrent: int | None = Field(
-        None, ge=1, description="Requests of one key that run at once; further ones wait"
-    )
-    key_max_queued: int = Field(
-        64, ge=0, description="Requests of one key that may wait; further ones get 429"
-    )
-    model: str = Field(
-        DEMO_MODEL,
-        min_length=1,
-        description="Model that answers requests which name none; loaded at the start",
-    )
-    available_models: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="More models to offer, as Hugging Face ids or folders, comma-separated"
-    )
-    model_aliases: Annotated[tuple[tuple[str, str], ...], NoDecode] = Field(
-        (), description="Names that stand for others, such as `claude-*=mlx-manager/demo,gpt-*=...`"
-    )
-    models_file: Path | None = Field(
-        None, description="TOML file with settings of single models; read again on SIGHUP"
-    )
-    models_dir: Path | None = Field(None, description="Folder whose sub-folders are models")
-    hf_cache: bool = Field(True, description="Offer the models found in the Hugging Face cache")
-    allow_download: bool = Field(
-        False, description="Download a configured model when a request asks for it"
-    )
-    max_models: int = Field(4, ge=1, description="Models kept in memory at once")
-    model_ttl_seconds: float | None = Field(
-        None,
-        ge=0,
-        description="Seconds without use after which a model is unloaded; 0 is at once; default: "
-        "never",
-    )
-    memory_limit_gb: float | None = Field(
-        None,
-        gt=0,
-        le=MOST,
-        allow_inf_nan=False,
-        description="Memory for weights and KV pages; default: 90 % of the device's memory, less "
-        "what other programs use of an NVIDIA GPU",
-    )
-    weights: Literal["auto", "keep", "dequantize"] = Field(
-        "auto", description="Weights in memory: the fastest form that fits, as stored, or dense"
-    )
-    wire_weights: bool = Field(
-        False,
-        description="On a Mac: never page the weights out; macOS may panic, see docs/operations.md",
-    )
-    trust_remote_code: bool = Field(
-        False, description="Run Python code that a model repository ships"
-    )
-    max_rows: int = Field(128, ge=1, description="Sequences decoded together, per model")
-    max_waiting: int = Field(
-        1024, ge=0, description="Requests that may wait for one model; further ones get 429"
-    )
-    page_size: int = Field(16, ge=1, le=256, description="Tokens in a KV page")
-    prefill_chunk: int | None = Field(
-        None,
-        ge=16,
-        description="Most prompt tokens in one step; default 512, on a GPU 2048, or less, or 8192 "
-        "where that takes under 80 ms",
-    )
-    prefix_cache: bool = Field(True, description="Reuse the KV pages of prompts that begin alike")
-    max_body_mb: float = Field(
-        32, gt=0, le=MOST, allow_inf_nan=False, description="Largest request body accepted"
-    )
-    max_headers_kb: float = Field(
-        64, gt=0, le=MOST, allow_inf_nan=False, description="Largest request headers accepted"
-    )
-    max_messages: int = Field(4096, ge=1, description="Most messages or items in one conversation")
-    max_parts: int = Field(16384, ge=1, description="Most content parts in one conversation")
-    max_images: int = Field(64, ge=0, description="Most images in one conversation")
-    max_tools: int = Field(1024, ge=0, description="Most tools in one request")
-    max_inputs: int = Field(
-        2048, ge=1, description="Most texts that one request may have embedded or ranked"
-    )
-    keepalive_seconds: float = Field(
-        10, gt=0, description="Seconds of silence after which a stream gets a keep-alive comment"
-    )
-    timeout_seconds: float | None = Field(
-        None, gt=0, description="Seconds for a whole answer; a request can set a shorter time"
-    )
-    first_token_timeout_seconds: float | None = Field(
-        None, gt=0, description="Seconds until an answer begins; a request can set a shorter time"
-    )
-    queue_timeout_seconds: float | None = Field(
-        None,
-        gt=0,
-        description="Seconds in the queue of a loaded model; a request can set a shorter time",
-    )
-    websockets: bool = Field(
-        True, description="Serve /v1/responses as a WebSocket, too, as Codex asks for it"
-    )
-    client_timeout_seconds: float = Field(
-        60,
-        gt=0,
-        description="Seconds that a client may take to send its headers, or may neither "
-        "send nor read",
-    )
-    load_timeout_seconds: float = Field(
-        300,
-        ge=0,
-        description="Time a load may go without getting further before it fails; 0 is off",
-    )
-    drain_seconds: float = Field(
-        25,
-        allow_inf_nan=False,
-        ge=0,
-        description="Seconds that running requests get to finish when the server stops",
-    )
-    watchdog_seconds: float = Field(
-        300,
-        ge=0,
-        description="Seconds without a step, while requests wait, until a model's process is "
-        "ended; 0: never",
-    )
-    keep_awake: bool = Field(
-        False, description="Keep a Mac from falling asleep while requests are under way"
-    )
-    strict_fields: bool = Field(
-        False, description="Refuse unknown request fields instead of naming them in a header"
-    )
-    validation_status: ValidationStatus = Field(
-        422, description="Status of a value out of its range in chat and completions"
-    )
-    reasoning_field: ReasoningField = Field(
-        "reasoning_content", description="Field of a chat answer that holds the thinking"
-    )
-    images_as_text: ImagesAsText = Field(
-        "history",
-        description="Pictures that a line stands for, where no model sees them: those in tools' "
-        "results and before the last answer; none, which refuses them; or all",
-    )
-    response_store: Path | None = Field(
-        None,
-        description="File that stores the answers of /v1/responses; default: memory, until the "
-        "server ends",
-    )
-    response_store_mb: float = Field(
-        64,
-        gt=0,
-        le=MOST,
-        allow_inf_nan=False,
-        description="Size limit of the stored answers; the least recently used are removed",
-    )
-    response_store_days: float = Field(
-        30, gt=0, description="Days without use after which a stored answer is removed"
-    )
-    audit_log: Path | None = Field(
-        None,
-        description="File that stores who called which model when; default: memory, until the "
-        "server ends",
-    )
-    audit_log_mb: float = Field(
-        64,
-        gt=0,
-        le=MOST,
-        allow_inf_nan=False,
-        description="Size limit of the audit log; the oldest calls are removed",
-    )
-    audit_log_days: float = Field(
-        90, gt=0, description="Days after which a call is removed from the audit log"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Lowest level that is logged"
-    )
-    log_format: Literal["pretty", "json"] = Field(
-        "pretty", description="Lines for people, or one JSON object a line"
-    )
-    log_prompts: bool = Field(
-        False, description="Write every prompt to the log, where others may read it"
-    )
-    metrics_by_key: bool = Field(
-        False, description="Count calls and tokens of each API key in /metrics"
-    )
-    logfire_enabled: bool = Field(False, description="Send traces to LogFire")
-    otlp_endpoint: str | None = Field(
-        None,
-        pattern="^https?://.+",
-        description="Send traces to this OpenTelemetry collector, such as `http://localhost:4318`",
-    )
+    @field_validator("validation_status", mode="before")
+    @classmethod
+    def _read_number(cls, value: object) -> object:
+        """Read the digits of an environment variable as the number that they are."""
+        return int(value) if isinstance(value, str) and value.isdecimal() else value
 
     @field_validator("available_models", "allowed_hosts", "cors_origins", mode="before")
     @classmethod
@@ -570,11 +369,7 @@ class MLXServerSettings(BaseSettings):
             self.strict_fields,
             self.validation_status,
             self.reasoning_field,
-            self.max_messages,
-            self.max_parts,
             self.max_images,
-            self.max_tools,
-            self.max_inputs,
             self.images_as_text,
         )
 
@@ -647,9 +442,9 @@ def is_folder(model: str) -> bool:
 
 def doubts(settings: MLXServerSettings, variables: Iterable[str]) -> Iterator[str]:
     """Yield likely typing errors in the settings, and in the names of environment variables."""
-    known = {f"MLX_SERVER_{name.upper()}" for name in MLXServerSettings.model_fields}
+    known = {row.variable for row in TABLE.values()}
     for variable in sorted(variables):
-        if variable.startswith("MLX_SERVER_") and variable.upper() not in known | NOT_A_SETTING:
+        if variable.startswith(PREFIX) and variable.upper() not in known | NOT_A_SETTING:
             yield f"{variable} is no setting"
     for name in settings.available_models:
         if is_folder(name) and not os.path.isdir(os.path.expanduser(name)):

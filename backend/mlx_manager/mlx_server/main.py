@@ -20,20 +20,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from mlx_manager import __version__
-from mlx_manager.mlx_server.api import (
-    access,
-    admin,
-    audit,
-    auth,
-    debug,
-    documentation,
-    errors,
-    health,
-    metrics,
-    ollama,
-    websocket,
-)
-from mlx_manager.mlx_server.api.listener import Listener
+from mlx_manager.mlx_server.api import auth, documentation, errors, ollama
+from mlx_manager.mlx_server.api.http import access, websocket
+from mlx_manager.mlx_server.api.http.listener import Listener
+from mlx_manager.mlx_server.api.operations import admin, audit, debug, health, metrics
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.api.v1 import unversioned_router, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings, doubts

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_manager.mlx_server.address import is_loopback
 from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH, answer
+from mlx_manager.mlx_server.api.http.paths import routed
 from mlx_manager.mlx_server.api.owner import check_owner, is_owners
-from mlx_manager.mlx_server.api.paths import routed
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import AccessRules
 from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError, PermissionDenied

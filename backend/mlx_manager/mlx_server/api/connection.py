@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
+from itertools import chain, islice
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -15,9 +16,9 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from mlx_manager.mlx_server.api.codings import decoded
 from mlx_manager.mlx_server.api.errors import invalid
-from mlx_manager.mlx_server.api.paths import routed
+from mlx_manager.mlx_server.api.http.codings import decoded
+from mlx_manager.mlx_server.api.http.paths import routed
 from mlx_manager.mlx_server.config import ApiLimits, EngineLimits
 from mlx_manager.mlx_server.errors import (
     InvalidParameter,
@@ -44,12 +45,16 @@ AT_ONCE = 4096
 """Halves of characters that are replaced before others have their turn."""
 MOST_NAMED = 20
 LONGEST_NAME = 64
+MOST_BRACKETS = 2**18
+"""Lists and objects of a body that is parsed, and brackets in its texts, of which 5 MB of code have
+as many. To parse ten million empty lists takes a gigabyte, and seconds in which nobody else is
+served."""
 MOST_ENTRIES = 16384
-"""Limit of the entries of a list or an object that has no limit of its own. To validate more takes
-time in which nobody else is served."""
+"""Entries of a list or an object, and messages, content parts, calls and tools together. Their
+validation takes time in which nobody else is served: 0.2 s for so many tools."""
 MOST_TOKENS = 2**20
-TOKENS = ("prompt", "tokens")
-COUNTED_LATER = ("messages", "input", "tools", "functions", "documents", "texts")
+TOKENS = ("prompt", "tokens", "input")
+"""Fields whose entries are token ids where the first one is a number."""
 SLOWEST = 1024
 """Bytes a second that a client sends at least of a body, once its patience is over."""
 MOST_WRONG = 1000
@@ -77,7 +82,7 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
         InvalidRequest: not declared as JSON, not JSON, or in a coding that nobody here reads.
         InvalidParameter: a value out of its range, or an unknown field when the owner is strict.
         RequestTooLarge: more than `limits.max_body` bytes, of which the rest is not read; or more
-            messages, content parts or images than may be.
+            pieces than may be.
         RequestNotReceived: nothing came for `limits.client_timeout` seconds, or too little.
     """
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -88,23 +93,25 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
     coding = request.headers.get("content-encoding", "")
     sent = await _read_bytes(request, limits.max_body, limits.client_timeout)
     data = await decoded(bytes(sent), coding, limits.max_body)
+    check_brackets(data)
     try:
         given = from_json(data)
     except ValueError:
         # A client that cuts a text may have cut a character in two.
         data = await _without_halves(data)
         given = _parsed(data)
-    replace_images(given, limits.images_as_text)
-    # Models of a hundred thousand messages take half a second, in which nobody else is served.
     check_entries(given)
-    check_counts(*conversation(kind, given), limits, beside=parts(given, SYSTEMS))
-    check_tools(*tools(given), limits)
+    replace_images(given, limits.images_as_text)
+    param, messages = conversation(kind, given)
+    check_pieces(param, messages, limits, beside=chain(parts(given, SYSTEMS), tools(given)))
     if len(data) > LARGE:
         await asyncio.sleep(0)
     try:
         body = kind.model_validate(given)
     except ValidationError:
         body = _validated(kind, data)
+    if len(data) > LARGE:
+        await asyncio.sleep(0)
     if limits.strict_fields and (unknown := body.unknown_fields()):
         raise InvalidParameter(f"Unknown fields: {_listed(unknown)}.", param=unknown[0])
     return body
@@ -144,7 +151,37 @@ def _validated(kind: type[Body], data: bytes) -> Body:
         raise invalid(error.errors(include_url=False, include_context=True)) from None
 
 
-def check_counts(
+def check_brackets(text: str | bytes) -> None:
+    """Count the lists and objects of JSON before it is parsed.
+
+    Raises:
+        RequestTooLarge: there may be more than `MOST_BRACKETS`.
+    """
+    marks: Iterable[Any] = ("{", "[") if isinstance(text, str) else (b"{", b"[")
+    count = sum(map(text.count, marks))
+    if count > MOST_BRACKETS:
+        raise RequestTooLarge(
+            f"The body has {count} opening brackets; this server accepts {MOST_BRACKETS}."
+        )
+
+
+def check_entries(body: object) -> None:
+    """Check the lengths of the lists and objects of a body, which is JSON.
+
+    Raises:
+        RequestTooLarge: one of them is too long.
+    """
+    for name, held in entries(body):
+        are_tokens = name in TOKENS and isinstance(held, list) and isinstance(held[0], int)
+        most = MOST_TOKENS if are_tokens else MOST_ENTRIES
+        if len(held) > most:
+            shown = _listed([name])
+            raise RequestTooLarge(
+                f"`{shown}` has {len(held)} entries; this server accepts {most}.", param=shown
+            )
+
+
+def check_pieces(
     param: str,
     messages: Sequence[object],
     limits: ApiLimits,
@@ -152,25 +189,31 @@ def check_counts(
     beside: Iterable[object] = (),
     earlier: str = "",
 ) -> None:
-    """Check the numbers of messages, content parts and images.
+    """Count the messages of a request, their content parts, calls and images, and what is `beside`.
 
-    param: the field with the messages, which are JSON. beside: content parts outside of messages.
-    earlier: the field that stands for those of `messages` that were sent before.
+    param: the field with the messages, which are JSON; "" if there is none. earlier: the field that
+    stands for those of `messages` that were sent before.
 
     Raises:
-        RequestTooLarge: there are more messages, content parts or images than allowed.
+        RequestTooLarge: there are more pieces or images than allowed.
     """
-    those = f"`{param}` and `{earlier}` have" if earlier else f"`{param}` has"
-
-    def check(count: int, what: str, most: int, setting: str) -> None:
-        _check_count(param, f"{those} {count} {what}", count, most, setting)
-
-    # Each before what takes time with it.
-    check(len(messages), "messages", limits.max_messages, "MLX_SERVER_MAX_MESSAGES")
-    content = [*beside, *(part for message in messages for part in parts(message))]
-    check(len(content), "content parts", limits.max_parts, "MLX_SERVER_MAX_PARTS")
-    images = sum(map(_is_image, content))
-    check(images, "images", limits.max_images, "MLX_SERVER_MAX_IMAGES")
+    fields = " and ".join(f"`{name}`" for name in (param, earlier) if name) or "The body"
+    those = f"{fields} have" if earlier else f"{fields} has"
+    every = chain(messages, beside, chain.from_iterable(map(parts, messages)))
+    pieces = list(islice(every, MOST_ENTRIES + 1))
+    if len(pieces) > MOST_ENTRIES:
+        raise RequestTooLarge(
+            f"{those} more than the {MOST_ENTRIES} messages, content parts, calls and tools that "
+            "this server accepts.",
+            param=param or None,
+        )
+    images = sum(map(_is_image, pieces))
+    if images > limits.max_images:
+        raise RequestTooLarge(
+            f"{those} {images} images; this server accepts {limits.max_images} "
+            "(MLX_SERVER_MAX_IMAGES).",
+            param=param or None,
+        )
 
 
 def _is_image(part: object) -> bool:
@@ -178,36 +221,6 @@ def _is_image(part: object) -> bool:
         case {"type": str(kind)}:
             return "image" in kind
     return False
-
-
-def check_entries(body: object) -> None:
-    """
-    body: JSON.
-
-    Raises:
-        RequestTooLarge: a list or an object in it has more entries than may be, where messages and
-            the like have their own limits.
-    """
-    for name, count in entries(body):
-        if name in COUNTED_LATER:
-            continue
-        most = MOST_TOKENS if name in TOKENS else MOST_ENTRIES
-        if count > most:
-            shown = _listed([name])
-            raise RequestTooLarge(
-                f"`{shown}` has {count} entries; this server accepts {most}.", param=shown
-            )
-
-
-def check_inputs(param: str, inputs: Sequence[object], limits: ApiLimits) -> None:
-    """
-    param: the field with the texts to embed or to rank.
-
-    Raises:
-        RequestTooLarge: more than may be.
-    """
-    count, most = len(inputs), limits.max_inputs
-    _check_count(param, f"`{param}` has {count} texts", count, most, "MLX_SERVER_MAX_INPUTS")
 
 
 def check_rows(asked: str, rows: int, param: str, limits: EngineLimits) -> None:
@@ -226,22 +239,6 @@ def check_rows(asked: str, rows: int, param: str, limits: EngineLimits) -> None:
             "(MLX_SERVER_MAX_ROWS and MLX_SERVER_MAX_WAITING together).",
             param=param,
         )
-
-
-def check_tools(param: str, found: Sequence[object], limits: ApiLimits) -> None:
-    """
-    param: the field with the tools, which are JSON.
-
-    Raises:
-        RequestTooLarge: more than may be.
-    """
-    count, most = len(found), limits.max_tools
-    _check_count(param, f"`{param}` has {count} tools", count, most, "MLX_SERVER_MAX_TOOLS")
-
-
-def _check_count(param: str, found: str, count: int, most: int, setting: str) -> None:
-    if count > most:
-        raise RequestTooLarge(f"{found}; this server accepts {most} ({setting}).", param=param)
 
 
 async def _read_bytes(request: Request, limit: int, patience: float) -> bytearray:

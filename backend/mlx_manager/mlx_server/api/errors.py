@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_manager.mlx_server.api.paths import routed
+from mlx_manager.mlx_server.api.http.paths import routed
 from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.errors import (
     AuthenticationFailed,

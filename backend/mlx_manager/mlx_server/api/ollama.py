@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from mlx_manager.mlx_server.api.connection import (
     UntilHangup,
-    check_inputs,
     notes,
     read,
 )
@@ -139,7 +138,6 @@ async def embed_texts(request: Request) -> Response:
     body = await read(request, OllamaEmbedRequest, server.settings.api)
     head = head_of(server, body.model)
     asked = ollama.embed_request(body, head)
-    check_inputs("input", asked.inputs, server.settings.api)
     await keep(server, body, head)
     async with UntilHangup(request.receive):
         encoded = await embed(server.inference(request, body), asked)

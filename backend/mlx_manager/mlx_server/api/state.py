@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from mlx_manager.mlx_server.api.deadlines import limits_of
-from mlx_manager.mlx_server.api.paths import routed
+from mlx_manager.mlx_server.api.http.paths import routed
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import Caller
 from mlx_manager.mlx_server.errors import MLXManagerError, ServerNotReady

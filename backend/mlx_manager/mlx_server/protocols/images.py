@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mlx_manager.mlx_server.config import ImagesAsText
+from mlx_manager.mlx_server.settings import ImagesAsText
 
 LINE = "(There is an image here. This model reads text only and can't see it.)"
 

@@ -73,27 +73,24 @@ def parts(message: object, fields: Sequence[str] = CONTENTS) -> Iterator[Any]:
                 yield from parts(part.get("source"))
 
 
-def tools(body: object) -> tuple[str, list[Any]]:
-    """The name of the field with the tools, and these and those that they have, as a namespace
-    does; or nothing. body: JSON."""
-    for name, found in _lists(body, TOOLS):
-        return name, [
-            *found,
-            *(own for tool in found for _, has in _lists(tool, TOOLS) for own in has),
-        ]
-    return "", []
+def tools(body: object) -> Iterator[Any]:
+    """Yield the tools of a body, and those that they have, as a namespace does. body: JSON."""
+    for _, found in _lists(body, TOOLS):
+        for tool in found:
+            yield tool
+            yield from tools(tool)
 
 
-def entries(body: object) -> Iterator[tuple[str, int]]:
-    """The fields of a body that are lists or objects, and those of its objects, dotted, with the
-    number of their entries. body: JSON."""
+def entries(body: object) -> Iterator[tuple[str, list[Any] | dict[str, Any]]]:
+    """Yield the lists and objects of a body and of its objects that have entries, by their dotted
+    names. body: JSON."""
     for name, value in body.items() if isinstance(body, dict) else ():
-        if isinstance(value, list | dict):
-            yield name, len(value)
+        if value and isinstance(value, list | dict):
+            yield name, value
         if isinstance(value, dict):
             for inner, held in value.items():
-                if isinstance(held, list | dict):
-                    yield f"{name}.{inner}", len(held)
+                if held and isinstance(held, list | dict):
+                    yield f"{name}.{inner}", held
 
 
 def _lists(value: object, fields: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
@@ -118,18 +115,23 @@ class Timed(Wire):
 
 
 def _unknown(value: object, path: str) -> Iterator[str]:
-    if isinstance(value, Wire):
+    # Most values are scalars. Whether something is a `Wire` takes pydantic a microsecond to say.
+    if value is None or isinstance(value, str | int | float):
+        return
+    if isinstance(value, list):
+        if value and isinstance(value[0], Wire):
+            for item in value:
+                yield from _unknown(item, path)
+    elif isinstance(value, Wire):
         if value.types_read is not None and value.type not in value.types_read:  # type: ignore[attr-defined]
             return
         for name, given in (value.model_extra or {}).items():
             # A null means the default, everywhere.
             if given is not None:
                 yield path + name
-        for name in type(value).model_fields:
-            yield from _unknown(getattr(value, name), f"{path}{name}.")
-    elif isinstance(value, list) and value and isinstance(value[0], Wire):
-        for item in value:
-            yield from _unknown(item, path)
+        for name, given in value.__dict__.items():
+            if given is not None:
+                yield from _unknown(given, f"{path}{name}.")
 
 
 def shape(value: object) -> str | None:

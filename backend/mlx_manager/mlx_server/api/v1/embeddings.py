@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request, Response
 
 from mlx_manager.mlx_server.api.connection import (
     UntilHangup,
-    check_inputs,
     notes,
     read,
 )
@@ -31,7 +30,6 @@ async def create_embeddings(request: Request) -> Response:
     server = server_of(request)
     body = await read(request, EmbeddingsRequest, server.settings.api)
     asked = embeddings.embedding(body, server.pool.resolve(body.model), new_id("embd"))
-    check_inputs("input", asked.inputs, server.settings.api)
     async with UntilHangup(request.receive):
         encoded = await embed(server.inference(request, body), asked)
     return LargeResponse(embeddings.vectors(body, asked.model, encoded), notes(body))

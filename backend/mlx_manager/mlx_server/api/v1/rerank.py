@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request, Response
 
 from mlx_manager.mlx_server.api.connection import (
     UntilHangup,
-    check_inputs,
     notes,
     read,
 )
@@ -35,7 +34,6 @@ async def rerank_documents(request: Request) -> Response:
     server = server_of(request)
     body = await read(request, RerankRequest, server.settings.api)
     asked = embeddings.ranking(body, server.pool.resolve(body.model), new_id("rerank"))
-    check_inputs("documents", asked.documents, server.settings.api)
     async with UntilHangup(request.receive):
         encoded = await rank(server.inference(request, body), asked)
     return LargeResponse(embeddings.ranked(body, asked, encoded), notes(body))

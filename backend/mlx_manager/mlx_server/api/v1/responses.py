@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from mlx_manager.mlx_server.api.auth import check_origin
 from mlx_manager.mlx_server.api.connection import (
     UntilHangup,
-    check_counts,
+    check_pieces,
     notes,
     read,
 )
@@ -124,7 +124,7 @@ def _fitting(asked: GenerationRequest, body: InputTokensRequest) -> EverShorter:
 
 @router.get("/responses", include_in_schema=False)
 async def open_websocket(request: Request) -> Response:
-    """Agree to a WebSocket, which `api.websocket` serves.
+    """Agree to a WebSocket, which `api.http.websocket` serves.
 
     Raises:
         PermissionDenied: another site's page asks for it.
@@ -212,7 +212,7 @@ async def _conversation(
     if earlier is not None or wanted:
         every = [*kept, *(item.model_dump() for item in said)]
         beside = "previous_response_id" if earlier is not None else ""
-        check_counts("input", every, server.settings.api, earlier=beside)
+        check_pieces("input", every, server.settings.api, earlier=beside)
     return kept, said
 
 

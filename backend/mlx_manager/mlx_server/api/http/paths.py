@@ -5,9 +5,6 @@ from __future__ import annotations
 from starlette._utils import get_route_path
 from starlette.types import Scope
 
-WEBSOCKET_PATH = "/v1/responses"
-"""Path that is also served as a WebSocket where the owner enables it."""
-
 
 def routed(scope: Scope) -> str:
     """Return the path by which the route is found: without uvicorn's `--root-path` prefix.

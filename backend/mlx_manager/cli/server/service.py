@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_manager.cli.serve import parse_settings, serve
+from mlx_manager.cli.server.serve import serve
+from mlx_manager.cli.settings import parse_settings
 from mlx_manager.cli.terminal import AsJson, ExitCode, complain, fail, note
 
 if TYPE_CHECKING:

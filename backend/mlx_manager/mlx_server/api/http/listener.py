@@ -22,14 +22,13 @@ from typing import Any
 import httptools
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from mlx_manager.mlx_server.address import url_of
 from mlx_manager.mlx_server.api.errors import ID_HEADERS, refused_head
-from mlx_manager.mlx_server.api.paths import WEBSOCKET_PATH
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.errors import HeadersTooLarge, InvalidRequest, MLXManagerError
@@ -79,17 +78,8 @@ class Parser:
             else:
                 return
 
-    def should_upgrade(self) -> bool:
-        return bool(self._parser.should_upgrade())
-
-    def should_keep_alive(self) -> bool:
-        return bool(self._parser.should_keep_alive())
-
-    def get_method(self) -> bytes:
-        return bytes(self._parser.get_method())
-
-    def get_http_version(self) -> str:
-        return str(self._parser.get_http_version())
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
 
     def _new(self) -> Any:
         parser = httptools.HttpRequestParser(self._connection)
@@ -99,20 +89,17 @@ class Parser:
 
     def _head(self) -> bytes:
         """Return the head that was parsed, without its offer of another protocol."""
-        method = self.get_method()
+        method, version = self.get_method(), self.get_http_version().encode()
         if method == b"CONNECT":
             raise httptools.HttpParserInvalidMethodError("no proxy")
-        lines = [
-            method + b" " + self._connection.url + b" HTTP/" + self.get_http_version().encode()
-        ]
+        lines = [method + b" " + self._connection.url + b" HTTP/" + version]
         for name, value in self._connection.headers:
+            kept = value
+            # Without that, `Upgrade` is no offer any more, and who answers may say why.
             if name == b"connection":
                 tokens = value.split(b",")
                 kept = b",".join(token for token in tokens if token.strip().lower() not in OFFERS)
-                lines.append(name + b": " + kept)
-            else:
-                # Without that it is no offer any more, and who answers may say why.
-                lines.append(name + b": " + value)
+            lines.append(name + b": " + kept)
         return b"\r\n".join([*lines, b"", b""])
 
 
@@ -129,26 +116,18 @@ class Connection(HttpToolsProtocol):
         self.parser: Any = Parser(self)
         self._client_timeout = client_timeout
         self._max_head = max_head
-        # Bytes of the headers that are coming: as parsed, and as received of a line without end.
-        self._head_size = 0
+        # Bytes of a head that is not complete yet.
         self._unparsed = 0
         self._in_head = False
-        # What is wrong with a head that can be parsed.
-        self._fault: InvalidRequest | None = None
+        self._fault: InvalidRequest = InvalidRequest("The request is not valid HTTP.")
         self._head: TimerHandle | None = None
         self._stall: TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
         self._upgraded = False
 
     def takes_offer(self) -> bool:
-        """Return True if the request that is being parsed is for a WebSocket that is served."""
-        return (
-            self.ws_protocol_class is not None
-            and self.parser.get_method() == b"GET"
-            and self.parser.get_http_version() == "1.1"
-            and self._get_upgrade() == b"websocket"
-            and httptools.parse_url(self.url).path == WEBSOCKET_PATH.encode()
-        )
+        """Return True if the request that is being parsed is for a WebSocket."""
+        return self.parser.get_method() == b"GET" and self._should_upgrade()
 
     def handle_websocket_upgrade(self) -> None:
         self._end_timers()
@@ -173,21 +152,16 @@ class Connection(HttpToolsProtocol):
         if self._in_head and not self.transport.is_closing():
             self._unparsed += len(data)
             if self._unparsed > self._max_head:
-                self._refuse_head()
+                self._refuse(self._too_large())
         if self.cycle is None or self.cycle.response_complete:
             self._expect_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_size = self._unparsed = 0
+        self._unparsed = 0
         self._in_head = True
 
-    def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
-        super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value))
         # What follows a body is no header (RFC 9110, 6.5.1): a key there opens nothing.
         if self._in_head:
             super().on_header(name, value)
@@ -195,6 +169,11 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade() and not self.takes_offer():
             return
+        # What is raised ends the parsing: uvicorn then calls `send_400_response`.
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > self._max_head:
+            self._fault = self._too_large()
+            raise self._fault
         if sum(name == b"host" for name, _ in self.headers) > 1:
             # RFC 9112, 3.2: what stands before this server may go by the other one.
             self._fault = InvalidRequest("The request has more than one `Host` header.")
@@ -216,10 +195,7 @@ class Connection(HttpToolsProtocol):
             self._expect_head()
 
     def send_400_response(self, msg: str) -> None:
-        if self._head_size > self._max_head:
-            self._refuse_head()
-        else:
-            self._refuse(self._fault or InvalidRequest("The request is not valid HTTP."))
+        self._refuse(self._fault)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -237,21 +213,13 @@ class Connection(HttpToolsProtocol):
         self._hang_up()
         self.transport.abort()
 
-    def _count_head(self, size: int) -> None:
-        self._head_size += size
-        if self._head_size > self._max_head:
-            # Ends the parsing: uvicorn then calls `send_400_response`.
-            raise HeadersTooLarge("")
-
-    def _refuse_head(self) -> None:
-        self._refuse(
-            HeadersTooLarge(
-                f"The headers are larger than this server accepts ({self._max_head / 1024:g} kB; "
-                "MLX_SERVER_MAX_HEADERS_KB)."
-            )
+    def _too_large(self) -> HeadersTooLarge:
+        return HeadersTooLarge(
+            f"The headers are larger than this server accepts ({self._max_head / 1024:g} kB; "
+            "MLX_SERVER_MAX_HEADERS_KB)."
         )
 
-    def _refuse(self, error: MLXManagerError) -> None:
+    def _refuse(self, error: InvalidRequest) -> None:
         """Tell the client, unless it is reading another answer, and hang up."""
         said, request_id = refused_head(error, self.url.decode("latin-1"), self.headers)
         log.warning("a request was refused (%s): %s", request_id.decode(), error.message)
@@ -273,8 +241,6 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
         cycle.scope["state"]["chunks"] = Chunks(cycle)
-        if cycle.scope["http_version"] == "1.0":
-            app = ended_by_closing(cycle, app)
         super()._start_asgi_task(cycle, forgetting(app))
 
     def _hang_up(self) -> None:
@@ -356,31 +322,6 @@ def forgetting(app: ASGI3Application) -> ASGI3Application:
     async def answered(scope: Scope, receive: Receive, send: Send) -> None:
         await app(scope, receive, send)  # type: ignore[arg-type]
         scope.clear()
-
-    return answered  # type: ignore[return-value]
-
-
-def ended_by_closing(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
-    """Return `app` for clients of HTTP/1.0, which know no chunks (RFC 9112, 6.1).
-
-    An answer without a length ends with the connection, which uvicorn closes for such clients.
-    """
-
-    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
-        sized = False
-
-        async def send_plainly(message: Message) -> None:
-            nonlocal sized
-            if message["type"] == "http.response.start":
-                sized = any(name == b"content-length" for name, _ in message.get("headers", ()))
-                if not sized:
-                    cycle.chunked_encoding = False
-            elif not sized:
-                # uvicorn counts down what was announced.
-                cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        await app(scope, receive, send_plainly)  # type: ignore[arg-type]
 
     return answered  # type: ignore[return-value]
 

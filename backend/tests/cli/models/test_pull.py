@@ -18,7 +18,7 @@ from fake_hub import COMMIT, FakeHub, fake_hub
 from small_disk import small_disk
 from thorough import one_in_turn
 
-from mlx_manager.cli.pull import repository_named
+from mlx_manager.cli.models.pull import repository_named
 from mlx_manager.demo_model import demo_model_path
 
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from scripted import ScriptedBackend, ScriptedPool, says
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from mlx_manager.mlx_server.api.connection import UntilHangup
-from mlx_manager.mlx_server.api.listener import Connection, configuration
+from mlx_manager.mlx_server.api.http.listener import Connection, configuration
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.main import create_app
 from mlx_manager.mlx_server.protocols.chat import ChatStream
@@ -50,11 +49,11 @@ def server(log: Path) -> Iterator[LiveServer]:
     assert "Traceback" not in log.read_text()
 
 
-def head(path: str = "/v1/tokenize", *, key: bool = True, version: bytes = b"1.1") -> bytes:
+def head(path: str = "/v1/tokenize", *, key: bool = True) -> bytes:
     """The beginning of a request: its first lines."""
     known = b"authorization: Bearer %s\r\n" % KEY.encode() if key else b""
     json_type = b"content-type: application/json\r\n"
-    return b"POST %s HTTP/%s\r\nhost: x\r\n%s%s" % (path.encode(), version, known, json_type)
+    return b"POST %s HTTP/1.1\r\nhost: x\r\n%s%s" % (path.encode(), known, json_type)
 
 
 def received(server: LiveServer, *pieces: bytes, patience: float = 60) -> bytes:
@@ -128,33 +127,6 @@ def test_what_follows_a_body_is_no_header(server: LiveServer, apart: bool) -> No
     first, last = head(key=False) + CHUNKED + CHUNK, trailers + LAST
     answers = received(server, *((first, last) if apart else (first + last,)))
     assert statuses(answers) == [401, 200]
-
-
-def asked_as_of_old(server: LiveServer, body: dict[str, object]) -> tuple[HTTPResponse, bytes]:
-    """What a client of HTTP/1.0 reads."""
-    content = json.dumps({"prompt": "a", "max_tokens": 4, **body}).encode()
-    url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port), timeout=60) as connection:
-        lines = head("/v1/completions", version=b"1.0")
-        connection.sendall(lines + b"content-length: %d\r\n\r\n" % len(content) + content)
-        response = HTTPResponse(connection)
-        response.begin()
-        return response, response.read()
-
-
-def test_clients_of_http_1_0_get_no_chunks(server: LiveServer) -> None:
-    response, data = asked_as_of_old(server, {"stream": True})
-    assert response.getheader("transfer-encoding") is None
-    assert response.getheader("connection") == "close"
-    lines = data.decode().split("\n\n")
-    assert all(line.startswith("data: ") for line in lines[:-1])
-    assert lines[-2:] == ["data: [DONE]", ""]
-
-
-def test_clients_of_http_1_0_get_whole_answers(server: LiveServer) -> None:
-    response, data = asked_as_of_old(server, {})
-    assert response.status == 200
-    assert json.loads(data)["usage"]["completion_tokens"] == 4
 
 
 @pytest.mark.parametrize("rows", [1, 3])

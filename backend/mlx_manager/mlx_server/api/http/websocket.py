@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_manager.mlx_server.api.connection import check_brackets
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.errors import InvalidRequest, MLXManagerError, Overloaded
 from mlx_manager.mlx_server.protocols import sse
@@ -257,7 +258,9 @@ def asked(text: str) -> bytes | None:
 
     Raises:
         InvalidRequest: it is no `response.create`.
+        RequestTooLarge: it has too many lists and objects.
     """
+    check_brackets(text)
     try:
         event = from_json(text)
     except ValueError:

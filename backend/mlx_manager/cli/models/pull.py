@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import typer
 
-from mlx_manager.cli.serve import check_hub_address
+from mlx_manager.cli.settings import check_hub_address
 from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note
 from mlx_manager.mlx_server.utils.text import sized
 from mlx_manager.printable import is_dumb

@@ -6,12 +6,12 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mlx_manager.cli.connection import KEY_ADVICE, ApiKey, Url, address, answers, client_of
-from mlx_manager.cli.serve import ModelsDir
+from mlx_manager.cli.settings import parse_settings, takes_settings
 from mlx_manager.cli.terminal import AsJson, ExitCode, fail
 from mlx_manager.mlx_server.utils.text import sized
 
@@ -22,11 +22,12 @@ Name = Annotated[str, typer.Argument(metavar="MODEL", help="As `mlx-manager list
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")]
 
 
+@takes_settings("models_dir")
 def rm(
     name: Name,
     *,
     yes: Yes = False,
-    models_dir: ModelsDir = None,
+    given: dict[str, Any],
     url: Url = None,
     api_key: ApiKey = None,
     as_json: AsJson = False,
@@ -40,7 +41,7 @@ def rm(
       mlx-manager rm mlx-community/Llama-3.2-3B-Instruct-4bit
       mlx-manager rm --models-dir ~/models mine --yes
     """
-    found = plan(name, models_dir)
+    found = plan(name, given)
     refuse_if_loaded(found, address(url), api_key)
     if not yes:
         confirm(found)
@@ -57,13 +58,12 @@ def rm(
         typer.echo(f"{found.id} is deleted: {sized(found.nbytes)} are free again.")
 
 
-def plan(name: str, models_dir: Path | None) -> Removal:
-    from mlx_manager.cli.serve import parse_settings
+def plan(name: str, given: dict[str, Any]) -> Removal:
     from mlx_manager.mlx_server.errors import InvalidRequest, ModelNotFound
     from mlx_manager.mlx_server.models.hub import cache_folder
     from mlx_manager.mlx_server.models.removal import plan_removal
 
-    settings = parse_settings({"models_dir": models_dir})
+    settings = parse_settings(given)
     try:
         return plan_removal(name, settings.models_dir, cache_folder())
     except ModelNotFound as error:

@@ -6,18 +6,11 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mlx_manager.cli.serve import (
-    AvailableModels,
-    HfCache,
-    Model,
-    ModelsDir,
-    ModelsFile,
-    parse_settings,
-)
+from mlx_manager.cli.settings import parse_settings, takes_settings
 from mlx_manager.cli.terminal import AsJson, ExitCode, complain, fail, show, table
 from mlx_manager.mlx_server.utils.text import sized
 
@@ -25,23 +18,15 @@ if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.catalog import ModelSource
 
 
-def list_models(
-    context: typer.Context,
-    *,
-    model: Model = None,
-    available_models: AvailableModels = None,
-    models_file: ModelsFile = None,
-    models_dir: ModelsDir = None,
-    hf_cache: HfCache = None,
-    as_json: AsJson = False,
-) -> None:
+@takes_settings("model", "available_models", "models_file", "models_dir", "hf_cache")
+def list_models(*, given: dict[str, Any], as_json: AsJson = False) -> None:
     """List the models that serve would offer.
 
     \b
     Example:
       mlx-manager list --models-dir ~/models --json
     """
-    settings = parse_settings({k: v for k, v in context.params.items() if k != "as_json"})
+    settings = parse_settings(given)
     from mlx_manager.mlx_server.config import doubts
     from mlx_manager.mlx_server.errors import InvalidSettings
     from mlx_manager.mlx_server.models.catalog import Catalog, check_models_dir

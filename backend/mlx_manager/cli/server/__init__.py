@@ -1,0 +1,1 @@
+"""Commands that start a server, install it and administer it."""

@@ -1,0 +1,44 @@
+"""`mlx-manager serve`, and every setting of the server as an option."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from mlx_manager.cli.settings import parse_settings, takes_settings
+from mlx_manager.cli.terminal import fail
+
+
+@takes_settings()
+def serve(*, given: dict[str, Any]) -> None:
+    """Serve models over the OpenAI and Anthropic APIs until interrupted.
+
+    Every option is also an environment variable: --max-rows is MLX_SERVER_MAX_ROWS. The option
+    wins.
+
+    \b
+    Examples:
+      mlx-manager serve
+      mlx-manager serve --model mlx-community/Llama-3.2-3B-Instruct-4bit --port 9000
+      mlx-manager serve --models-dir ~/models --memory-limit-gb 24
+    """
+    if (given.get("log_format") or os.environ.get("MLX_SERVER_LOG_FORMAT")) == "json":
+        from mlx_manager.mlx_server.observability.logs import capture_output
+
+        capture_output()
+    settings = parse_settings(given)
+    require_mlx()
+    from mlx_manager.mlx_server.main import run
+
+    run(settings)
+
+
+def require_mlx() -> None:
+    """End the program with exit code 1, saying what to install, where MLX can't be imported."""
+    try:
+        importlib.import_module("mlx_manager.mlx_server.utils.memory")
+    except ImportError as error:
+        from mlx_manager.doctor import INSTALL_MLX
+
+        fail(f"MLX can't be imported: {error}. {INSTALL_MLX}")

@@ -1,0 +1,1 @@
+"""Routes for the owner and for monitoring."""
