@@ -265,7 +265,7 @@ quarter of the context. One that another server made is refused.
 
 ## Compressed bodies
 
-`Content-Encoding` may be gzip or zstd, or both. The limit of a body holds
+`Content-Encoding` may be gzip, deflate, br or zstd, or several of them. The limit of a body holds
 for what is sent and for what becomes of it; another coding is refused by name.
 
 ## Ollama's API

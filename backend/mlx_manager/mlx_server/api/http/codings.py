@@ -1,14 +1,15 @@
 """Bodies that clients compress, decompressed in pieces that stay within the limit of a body.
 
-Codex sends zstd; proxies and SDKs have gzip.
+Codex sends zstd; proxies and SDKs have gzip, br and deflate.
 """
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
+import brotli
 import zstandard
 
 from mlx_manager.mlx_server.errors import InvalidRequest, RequestTooLarge
@@ -62,7 +63,7 @@ async def _undone(body: bytes, name: str, limit: int) -> bytes:
                 )
             pieces.append(piece)
             await asyncio.sleep(0)
-    except (zlib.error, zstandard.ZstdError, EOFError) as error:
+    except (zlib.error, zstandard.ZstdError, brotli.error, EOFError) as error:
         raise InvalidRequest(f"The body is not valid {name}: {error or 'it ends early'}.") from None
     return b"".join(pieces)
 
@@ -72,16 +73,27 @@ def _identity(body: bytes) -> Iterator[bytes]:
 
 
 def _gzip(body: bytes) -> Iterator[bytes]:
-    """Yield the pieces of the members of a gzip file, one after the other."""
+    """The members of a gzip file, one after the other."""
     while body:
-        inflater = zlib.decompressobj(zlib.MAX_WBITS | 16)
-        while not inflater.eof:
-            piece = inflater.decompress(body, PIECE)
-            body = inflater.unconsumed_tail
-            if not piece and not body and not inflater.eof:
-                raise EOFError
-            yield piece
-        body = inflater.unused_data
+        body = yield from _inflated(body, zlib.MAX_WBITS | 16)
+
+
+def _deflate(body: bytes) -> Iterator[bytes]:
+    """As RFC 9110 has it, with zlib's header, or bare, as some clients send it."""
+    wrapped = len(body) > 1 and body[0] & 15 == zlib.DEFLATED and (body[0] << 8 | body[1]) % 31 == 0
+    yield from _inflated(body, zlib.MAX_WBITS if wrapped else -zlib.MAX_WBITS)
+
+
+def _inflated(body: bytes, bits: int) -> Generator[bytes, None, bytes]:
+    """Yield the pieces of one stream, and return what comes after its end."""
+    inflater = zlib.decompressobj(bits)
+    while not inflater.eof:
+        piece = inflater.decompress(body, PIECE)
+        body = inflater.unconsumed_tail
+        if not piece and not body and not inflater.eof:
+            raise EOFError
+        yield piece
+    return inflater.unused_data
 
 
 def _zstd(body: bytes) -> Iterator[bytes]:
@@ -92,10 +104,22 @@ def _zstd(body: bytes) -> Iterator[bytes]:
         yield piece
 
 
+def _brotli(body: bytes) -> Iterator[bytes]:
+    inflater = brotli.Decompressor()
+    yield inflater.process(body, output_buffer_limit=PIECE)
+    while not inflater.is_finished():
+        piece = inflater.process(b"", output_buffer_limit=PIECE)
+        if not piece and not inflater.is_finished():
+            raise EOFError
+        yield piece
+
+
 DECODERS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
     "identity": _identity,
     "gzip": _gzip,
     "x-gzip": _gzip,
+    "deflate": _deflate,
+    "br": _brotli,
     "zstd": _zstd,
 }
 """Content codings, by the names that HTTP registers."""
