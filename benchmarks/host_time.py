@@ -32,12 +32,12 @@ from mlx import nn
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.devices.attention import AttentionShape, KernelSet, splits
-from mlx_manager.mlx_server.engine import text_engine
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.stream import EventStream
+from mlx_manager.mlx_server.engine.text_engine import TextEngine
 from mlx_manager.mlx_server.execution.attention.paged import Reading
 from mlx_manager.mlx_server.execution.compiled import Compile
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
@@ -226,19 +226,19 @@ class Stopwatch:
         setattr(owner, name, timed)
 
 
-def watch(engine: text_engine.TextEngine) -> Stopwatch:
+def watch(engine: TextEngine) -> Stopwatch:
     watch = Stopwatch()
-    engine_parts = {
-        "_may_look_ahead": "schedule",
-        "_decode": "decode",
-        "_draw": "draw",
-        "_read": "read",
-        "_route": "route",
-    }
-    for name, part in engine_parts.items():
-        watch.wrap(engine, name, part)
-    watch.wrap(engine._scheduler, "schedule", "schedule")
-    watch.wrap(engine._forward, "run", "forward")
+    runner, outputs = engine._runner, engine._outputs
+    for owner, name, part in (
+        (engine, "schedule", "schedule"),
+        (runner, "_decode", "decode"),
+        (runner, "sample", "draw"),
+        (engine, "read", "read"),
+        (engine, "take", "read"),
+        (outputs, "_route", "route"),
+        (engine._forward, "run", "forward"),
+    ):
+        watch.wrap(owner, name, part)
     match engine._forward:
         case FusedForward() as fused:
             watch.wrap(fused._decoder, "run", "make")
@@ -252,7 +252,7 @@ def watch(engine: text_engine.TextEngine) -> Stopwatch:
 
 async def steps(runs: Forward, rows: int, count: int, temperature: float) -> list[dict[str, float]]:
     """What each step took, by part, in seconds."""
-    engine = text_engine.TextEngine(
+    engine = TextEngine(
         "stand-in",
         runs,
         EngineLimits(max_rows=rows),
@@ -292,7 +292,7 @@ async def steps(runs: Forward, rows: int, count: int, temperature: float) -> lis
     return found
 
 
-async def timed(engine: text_engine.TextEngine, count: int) -> list[dict[str, float]]:
+async def timed(engine: TextEngine, count: int) -> list[dict[str, float]]:
     queue, found = mx.async_eval, []
     watched = watch(engine)
     gc.collect()
@@ -303,8 +303,8 @@ async def timed(engine: text_engine.TextEngine, count: int) -> list[dict[str, fl
         engine.step()
         spent = dict(watched.spent)
         whole = time.thread_time() - began
-        spent["wait"] = engine._waited
-        spent["read"] -= engine._waited
+        spent["wait"] = engine._clock.waited
+        spent["read"] -= engine._clock.waited
         spent["rest"] = whole - sum(spent.values())
         spent["python"] = sum(spent[part] for part in PARTS)
         began = time.thread_time()

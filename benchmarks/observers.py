@@ -29,7 +29,7 @@ from mlx_manager.mlx_server.core import (
     TextDelta,
     Usage,
 )
-from mlx_manager.mlx_server.engine.meter import Meter
+from mlx_manager.mlx_server.engine.statistics import Statistics
 from mlx_manager.mlx_server.main import open_pool
 from mlx_manager.mlx_server.observability.metrics import Metrics
 from mlx_manager.mlx_server.observability.observer import Observer
@@ -79,15 +79,15 @@ class Crowd:
             pass
 
 
-def meter_seconds(rows: int) -> float:
-    """What an engine's meter takes in one step of so many rows."""
-    meter, before = Meter(), [1.0] * rows
+def statistics_seconds(rows: int) -> float:
+    """What an engine's statistics take in one step of so many rows."""
+    statistics, before = Statistics(), [1.0] * rows
     start = time.process_time()
     for _ in range(STEPS):
         for _ in range(4):
             time.perf_counter()
-        meter.read(1.01, before)
-        meter.host.add(0.001)
+        statistics.count_tokens(1.01, before)
+        statistics.host.add(0.001)
     return (time.process_time() - start) / STEPS
 
 
@@ -125,7 +125,7 @@ def main() -> None:
             }
             runs = interleave(sides, options.rounds)
             alone = {
-                "the engine's meter": meter_seconds(options.streams),
+                "the engine's statistics": statistics_seconds(options.streams),
                 "the record": observer_seconds(recorder, options.streams),
                 "the spans": observer_seconds(tracer, options.streams),
             }

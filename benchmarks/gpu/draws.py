@@ -39,7 +39,7 @@ from mlx_manager.mlx_server.devices.draws.check import Problem  # noqa: E402
 from mlx_manager.mlx_server.devices.draws.kernel import Form, cuda_source  # noqa: E402
 from mlx_manager.mlx_server.devices.kernel import Unsupported, compiled_for_cuda  # noqa: E402
 from mlx_manager.mlx_server.engine import sampling  # noqa: E402
-from mlx_manager.mlx_server.engine.sampling import Asked, SamplerState, sample_portably  # noqa: E402
+from mlx_manager.mlx_server.engine.sampling import SamplerState, SamplingBatch, sample_portably  # noqa: E402
 from workload import Row  # noqa: E402
 
 ROWS = (1, 32, 64, 128)
@@ -58,11 +58,11 @@ WAYS: dict[str, tuple[Sampling, ...]] = {
     ),
 }
 CHAIN = 16
-Draw = Callable[[mx.array, Asked, list[int]], mx.array]
+Draw = Callable[[mx.array, SamplingBatch, list[int]], mx.array]
 
 
-def asked_by(rows: int, ways: Sequence[Sampling], seed: int = 0) -> Asked:
-    return Asked(
+def sampling_of(rows: int, ways: Sequence[Sampling], seed: int = 0) -> SamplingBatch:
+    return SamplingBatch(
         [
             SamplerState.of(replace(ways[i % len(ways)], seed=1000 * seed + i), ())
             for i in range(rows)
@@ -77,11 +77,11 @@ def logits_of(rows: int, spread: float, seed: int) -> mx.array:
     return logits
 
 
-def by_kernel(logits: mx.array, asked: Asked, drawn: list[int]) -> mx.array:
+def by_kernel(logits: mx.array, batch: SamplingBatch, drawn: list[int]) -> mx.array:
     kernel = checked(logits.dtype)
     if isinstance(kernel, Unsupported):
         raise SystemExit(f"there is no kernel: {kernel.reason}")
-    return asked.draw(kernel, logits, drawn)
+    return batch.draw(kernel, logits, drawn)
 
 
 # --- What a draw takes --------------------------------------------------------------------------
@@ -105,14 +105,14 @@ def measure(
 ) -> tuple[float, float]:
     """The device's and the host's seconds of a draw."""
     rows = logits.shape[0]
-    asked = asked_by(rows, ways)
+    batch = sampling_of(rows, ways)
     busy = mx.random.normal((8192 if mx.default_device() == mx.gpu else 64,) * 2).astype(
         mx.bfloat16
     )
-    mx.eval(busy, draw(logits, asked, [0] * rows))
+    mx.eval(busy, draw(logits, batch, [0] * rows))
 
     def several(_: mx.array) -> list[mx.array]:
-        return [draw(logits, asked, [1 + i] * rows) for i in range(chain)]
+        return [draw(logits, batch, [1 + i] * rows) for i in range(chain)]
 
     more = []
     for _ in range(21):
@@ -122,14 +122,14 @@ def measure(
     for i in range(60):
         mx.synchronize()
         began = time.thread_time()
-        mx.async_eval(draw(logits, asked, [1 + i] * rows))  # type: ignore[no-untyped-call]
+        mx.async_eval(draw(logits, batch, [1 + i] * rows))  # type: ignore[no-untyped-call]
         host.append(time.thread_time() - began)
     return statistics.median(more) / chain, statistics.median(host)
 
 
 def in_form(form: Form) -> Draw:
     kernel = DrawKernel(compiled_for_cuda(cuda_source(mx.bfloat16, form)), form.threads)
-    return lambda logits, asked, drawn: asked.draw(kernel, logits, drawn)
+    return lambda logits, batch, drawn: batch.draw(kernel, logits, drawn)
 
 
 def time_draws(forms: Sequence[Form]) -> None:
@@ -158,14 +158,14 @@ def compare(rounds: int) -> None:
         same = rounded = wrong = changed = 0
         for number in range(rounds):
             logits = logits_of(64, (0.3, 1.0, 3.0)[number % 3], number)
-            asked, drawn = asked_by(64, ways, number), [number] * 64
-            tokens = np.array(by_kernel(logits, asked, drawn))
-            changed += int((tokens != np.array(by_kernel(logits, asked, drawn))).sum())
-            alone = Asked([asked.rows[5]])
+            batch, drawn = sampling_of(64, ways, number), [number] * 64
+            tokens = np.array(by_kernel(logits, batch, drawn))
+            changed += int((tokens != np.array(by_kernel(logits, batch, drawn))).sum())
+            alone = SamplingBatch([batch.rows[5]])
             changed += int(np.array(by_kernel(logits[5:6], alone, [number]))[0] != tokens[5])
-            theirs = np.array(sample_portably(logits, asked, drawn))
+            theirs = np.array(sample_portably(logits, batch, drawn))
             exact = np.array(logits.astype(mx.float32))
-            problem = Problem(exact, asked.host, asked.chances(drawn))
+            problem = Problem(exact, batch.host, batch.chances(drawn))
             for row in np.flatnonzero(tokens != theirs).tolist():
                 if problem.allows(row, int(tokens[row])):
                     rounded += 1

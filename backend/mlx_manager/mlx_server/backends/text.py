@@ -42,8 +42,9 @@ from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.statistics import EngineStats
 from mlx_manager.mlx_server.engine.stream import EventStream, Sink
-from mlx_manager.mlx_server.engine.text_engine import EngineStats, TextEngine
+from mlx_manager.mlx_server.engine.text_engine import TextEngine
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,

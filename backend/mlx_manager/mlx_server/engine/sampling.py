@@ -95,8 +95,8 @@ class SamplerState:
         return np.array(self._seen, np.int32)
 
 
-class Asked:
-    """Sampling parameters of rows, computed once for as long as the same rows draw together.
+class SamplingBatch:
+    """Sampling parameters of a batch, computed once for as long as the same rows draw together.
 
     Attributes:
         rows: one state a row, in order.
@@ -168,30 +168,30 @@ class Asked:
         return self._columns[which]
 
     @cached_property
-    def by_filtered(self) -> Asked:
+    def by_filtered(self) -> SamplingBatch:
         """Return the parameters of the `filtered` rows alone."""
-        return Asked([self.rows[i] for i in self.filtered])
+        return SamplingBatch([self.rows[i] for i in self.filtered])
 
 
-def sample(logits: mx.array, asked: Asked, drawn: Sequence[int]) -> mx.array:
+def sample(logits: mx.array, batch: SamplingBatch, drawn: Sequence[int]) -> mx.array:
     """Draw a token for each row.
 
     Args:
-        logits: (rows, vocabulary), any float dtype. More rows than `asked` has are padding.
-        asked: what each row wants, in order.
+        logits: (rows, vocabulary), any float dtype. More rows than `batch` has are padding.
+        batch: the rows' parameters, in order.
         drawn: tokens of each row so far, those included that its state does not know of yet.
 
     Returns:
         (rows,) uint32 token ids, not evaluated. There may be some for padding, too.
     """
-    if any(row.adjusted for row in asked.rows):
-        logits = _adjust(logits[: len(asked.rows)].astype(mx.float32), asked.rows)
-    if len(asked.greedy) == len(asked.rows):
+    if any(row.adjusted for row in batch.rows):
+        logits = _adjust(logits[: len(batch.rows)].astype(mx.float32), batch.rows)
+    if len(batch.greedy) == len(batch.rows):
         return best(logits)
     match checked(logits.dtype):
         case DrawKernel() as kernel if logits.shape[-1] <= MOST_TOKENS:
-            return asked.draw(kernel, logits, drawn)
-    return sample_portably(logits[: len(asked.rows)], asked, drawn)
+            return batch.draw(kernel, logits, drawn)
+    return sample_portably(logits[: len(batch.rows)], batch, drawn)
 
 
 def best(logits: mx.array) -> mx.array:
@@ -203,16 +203,16 @@ def best(logits: mx.array) -> mx.array:
     return mx.argmax(logits, axis=-1)
 
 
-def sample_portably(logits: mx.array, asked: Asked, drawn: Sequence[int]) -> mx.array:
+def sample_portably(logits: mx.array, batch: SamplingBatch, drawn: Sequence[int]) -> mx.array:
     """Draw as `DrawKernel` does, in MLX's own operations; at least one row is not greedy."""
-    scaled = logits.astype(mx.float32) / asked.column(Wish.HEAT)
+    scaled = logits.astype(mx.float32) / batch.column(Wish.HEAT)
     scaled = scaled - scaled.max(axis=-1, keepdims=True)
-    if asked.filtered:
-        scaled = _filter(scaled, asked)
-    tokens = _draw(mx.exp(scaled), mx.array(asked.chances(drawn)))
-    if not asked.greedy:
+    if batch.filtered:
+        scaled = _filter(scaled, batch)
+    tokens = _draw(mx.exp(scaled), mx.array(batch.chances(drawn)))
+    if not batch.greedy:
         return tokens
-    return mx.where(asked.wants_best, mx.argmax(logits, axis=-1), tokens)
+    return mx.where(batch.wants_best, mx.argmax(logits, axis=-1), tokens)
 
 
 def _draw(weights: mx.array, chance: mx.array) -> mx.array:
@@ -242,35 +242,35 @@ def _draw(weights: mx.array, chance: mx.array) -> mx.array:
     return block[:, 0] * BLOCK + within
 
 
-def _filter(scaled: mx.array, asked: Asked) -> mx.array:
+def _filter(scaled: mx.array, batch: SamplingBatch) -> mx.array:
     """Exclude (-inf) what top_k, top_p over what that leaves, and min_p exclude.
 
     On a CPU only rows that filter are sorted; tokens tied with the last one kept are kept.
     """
-    chosen = asked.filtered
-    if len(chosen) == len(asked.rows) or mx.default_device() != mx.cpu:
-        return _filtered(scaled, asked)
+    chosen = batch.filtered
+    if len(chosen) == len(batch.rows) or mx.default_device() != mx.cpu:
+        return _filtered(scaled, batch)
     at = mx.array(chosen)
-    scaled[at] = _filtered(scaled[at], asked.by_filtered)
+    scaled[at] = _filtered(scaled[at], batch.by_filtered)
     return scaled
 
 
-def _filtered(scaled: mx.array, asked: Asked) -> mx.array:
+def _filtered(scaled: mx.array, batch: SamplingBatch) -> mx.array:
     # Relative to the best token, which is at 0: min_p needs no sort.
-    limit = asked.column(Wish.FLOOR)
-    if (asked.host[:, Wish.KEEP] > 0).any() or (asked.host[:, Wish.MASS] < 1.0).any():
-        limit = mx.maximum(limit, _nucleus(scaled, asked))
+    limit = batch.column(Wish.FLOOR)
+    if (batch.host[:, Wish.KEEP] > 0).any() or (batch.host[:, Wish.MASS] < 1.0).any():
+        limit = mx.maximum(limit, _nucleus(scaled, batch))
     return mx.where(scaled < limit, -mx.inf, scaled)
 
 
-def _nucleus(own: mx.array, asked: Asked) -> mx.array:
+def _nucleus(own: mx.array, batch: SamplingBatch) -> mx.array:
     """Return the logit of the last token that top_k and then top_p keep, (rows, 1)."""
     vocabulary = own.shape[-1]
-    kept = asked.host[:, Wish.KEEP]
+    kept = batch.host[:, Wish.KEEP]
     enough = vocabulary if (kept == 0).any() else int(kept.max())
-    keep = asked.column(Wish.KEEP)
+    keep = batch.column(Wish.KEEP)
     keep = mx.where(keep > 0, keep, vocabulary)
-    mass = asked.column(Wish.MASS)
+    mass = batch.column(Wish.MASS)
     if enough > CANDIDATES and vocabulary > CANDIDATES and mx.default_device() == mx.cpu:
         head = _descending(mx.topk(own, CANDIDATES, axis=-1))
         within = mx.exp(head).sum(-1, keepdims=True) >= mass * mx.exp(own).sum(-1, keepdims=True)
@@ -392,7 +392,7 @@ def every_way(logits: mx.array) -> Iterator[mx.array]:
     ways = [(greedy, greedy), (greedy, warm), (warm, warm), (greedy, nucleus), (few, few)]
     ways += [(biased, warm), (greedy, masked(Sampling())), (masked(Sampling()),) * 2]
     for way in ways:
-        yield sample(logits, Asked(way), (0, 0))
+        yield sample(logits, SamplingBatch(way), (0, 0))
     chosen = mx.argmax(logits, axis=-1)[mx.array([0])]
     yield chosen
     for best in (0, 2):

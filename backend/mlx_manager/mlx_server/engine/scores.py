@@ -39,7 +39,7 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class LogitPositions:
     """Positions in a step's logits.
 
     draws: the position of each row that draws, in order. chunks: the first position of each chunk
@@ -50,18 +50,18 @@ class Places:
     chunks: dict[int, int]
 
     @classmethod
-    def of(cls, rows: int, chunks: Sequence[Chunk]) -> Places:
-        places = cls(list(range(rows)), {})
+    def of(cls, rows: int, chunks: Sequence[Chunk]) -> LogitPositions:
+        positions = cls(list(range(rows)), {})
         end = rows
         for number, chunk in enumerate(chunks):
             if chunk.every:
-                places.chunks[number] = end
+                positions.chunks[number] = end
                 end += len(chunk.tokens)
             elif chunk.final:
                 end += 1
             if chunk.final:
-                places.draws.append(end - 1)
-        return places
+                positions.draws.append(end - 1)
+        return positions
 
     def drawn(self, logits: mx.array) -> mx.array:
         """Return the logits that are drawn from, (rows, vocabulary); all of them if no row
@@ -69,7 +69,7 @@ class Places:
         return logits[mx.array(self.draws, mx.int32)] if self.chunks and self.draws else logits
 
 
-Found = tuple[mx.array, mx.array, mx.array]
+Logprobs = tuple[mx.array, mx.array, mx.array]
 """Result of `sampling.logprobs`."""
 
 
@@ -78,8 +78,8 @@ class Scores:
     """Scores of one step, on their way from the device."""
 
     asking: list[int] = field(default_factory=list)
-    drawn: Found | None = None
-    prompts: list[tuple[Row, int, Found]] = field(default_factory=list)
+    drawn: Logprobs | None = None
+    prompts: list[tuple[Row, int, Logprobs]] = field(default_factory=list)
 
     def add_drawn(self, logits: mx.array, rows: Sequence[Row], tokens: mx.array) -> None:
         """Score the next tokens of rows that ask for it; `logits` begin with those of `rows`."""
@@ -120,12 +120,12 @@ class Scores:
         return scored
 
 
-def _listed(row: Row, tokens: Sequence[int], found: Found) -> list[TokenLogprob]:
+def _listed(row: Row, tokens: Sequence[int], found: Logprobs) -> list[TokenLogprob]:
     assert row.scoring is not None
     write = row.scoring.write
     return [write(token, *columns) for token, columns in zip(tokens, _columns(found), strict=False)]
 
 
-def _columns(found: Found) -> Iterable[tuple[float, list[int], list[float]]]:
+def _columns(found: Logprobs) -> Iterable[tuple[float, list[int], list[float]]]:
     chosen, ids, values = (cast(list[Any], array.tolist()) for array in found)
     return zip(chosen, ids, values, strict=True)

@@ -32,7 +32,7 @@ def padded_rows(rows: int) -> int:
 
 
 @dataclass(slots=True)
-class Batch:
+class DeviceBatch:
     """The rows of the last step, as they are on the device.
 
     Attributes:
@@ -83,9 +83,9 @@ class Running:
         self._plan = plan
         self._size = size
         self._slots = slots
-        self.batch: Batch | None = None
+        self.batch: DeviceBatch | None = None
 
-    def next(self, keys: list[int], tables: Sequence[PageTable], lengths: list[int]) -> Batch:
+    def next(self, keys: list[int], tables: Sequence[PageTable], lengths: list[int]) -> DeviceBatch:
         """Return the rows of the next step. Its caller sets `before` of the result for the step
         after."""
         last = self.batch
@@ -101,12 +101,14 @@ class Running:
         last.lengths = lengths
         return last
 
-    def begin(self, keys: list[int], tables: Sequence[PageTable], lengths: list[int]) -> Batch:
+    def begin(
+        self, keys: list[int], tables: Sequence[PageTable], lengths: list[int]
+    ) -> DeviceBatch:
         """Return a batch of these rows as if no step had come before."""
         padded = self._padded(lengths)
         slots = self._slots(keys)
         with together():
-            return Batch(
+            return DeviceBatch(
                 keys,
                 lengths,
                 sum(map(len, tables)),

@@ -572,7 +572,7 @@ class ModelPoolManager:
 
 
 def _memory(resident: Resident) -> dict[str, int]:
-    """Return a model's ledger lines, in bytes: weights, pages, states, prefill, snapshots."""
+    """Return a model's ledger lines, in bytes: weights, pages, states, working, snapshots."""
     lines = resident.worker.figures.ledger.items()
     return {line.partition(":")[0]: n for line, n in lines if line not in NOT_LINES}
 

@@ -171,7 +171,7 @@ class Relief(IntEnum):
     IDLE_MODELS = 3
 
 
-WORKING = "prefill:"
+WORKING = "working:"
 
 
 def working_line(model_id: str) -> str:
@@ -182,7 +182,7 @@ def working_line(model_id: str) -> str:
 class Ledger:
     """Reservations of the memory limit, by line: `lines + MLX's buffer cache <= limit`.
 
-    Lines are named by their holders: `weights:<model>`, `pages:<model>`, `prefill:<model>`. The
+    Lines are named by their holders: `weights:<model>`, `pages:<model>`, `working:<model>`. The
     last kind is the working memory of steps, which is in the buffer cache between steps. So only
     the part of the cache beyond these lines counts.
     The MLX thread owns the ledger: only there may `reserve`, `record` and relief run, since relief

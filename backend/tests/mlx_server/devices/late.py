@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten
 
 from mlx_manager.mlx_server.devices.attention import AttentionShape, KernelSet, Pools
 from mlx_manager.mlx_server.devices.metal.order import LaunchOrder
-from mlx_manager.mlx_server.engine.letter import Letter
+from mlx_manager.mlx_server.engine.step.host_tokens import HostTokens
 
 KEPT = 150
 """Results whose names are remembered: those of the last few steps."""
@@ -38,7 +38,7 @@ EDGE = re.compile(r'^("?)(\w+)"? -> ("?)(\w+)"?$')
 PRIMITIVE = re.compile(r'(\d+) \[label ="([^"]*)"')
 
 real_eval, real_synchronize = mx.eval, mx.synchronize
-real_then, real_read = LaunchOrder.then, Letter.read
+real_then, real_read = LaunchOrder.then, HostTokens.read
 
 
 @dataclass
@@ -87,15 +87,15 @@ class LateGPU:
         for name in ("eval", "async_eval", "synchronize"):
             patch.setattr(mx, name, getattr(self, name))
 
-        def read(letter: Letter) -> list[int]:
-            self.eval(letter.sent)
-            return real_read(letter)
+        def read(transfer: HostTokens) -> list[int]:
+            self.eval(transfer.sent)
+            return real_read(transfer)
 
         def then(order: LaunchOrder, result: mx.array) -> None:
             self.know(result, self.before([result]))
             real_then(order, result)
 
-        patch.setattr(Letter, "read", read)
+        patch.setattr(HostTokens, "read", read)
         patch.setattr(LaunchOrder, "then", then)
 
     # -- what comes after what -----------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import mlx.core as mx
 from mlx import nn
@@ -82,6 +83,7 @@ class Rig:
         looks_ahead: bool = False,
         size: StepSize | None = None,
         choose: Callable[[nn.Module, int], Forward] = choose,
+        clock: Callable[[], float] = perf_counter,
         **limits: object,
     ) -> None:
         self.thread = MLXThread()
@@ -89,6 +91,7 @@ class Rig:
         self._size = size
         self._folder = folder
         self._choose = choose
+        self._clock = clock
         # Other tests' freed buffers are none of this one's business.
         self.ledger = Ledger(memory, cache_bytes=lambda: 0)
         self._limits = EngineLimits(**limits)  # type: ignore[arg-type]
@@ -115,6 +118,7 @@ class Rig:
             self.ledger,
             looks_ahead=ahead,
             size=self._size,
+            clock=self._clock,
         )
         self.thread.attach(self.engine)
 

@@ -339,7 +339,7 @@ async def test_rows_that_are_paused_come_back_and_answer_right(
     async with HandRig(
         llama, memory=14 * PAGE, prefix_cache=prefix_cache, looks_ahead=looks_ahead
     ) as rig:
-        assert rig.engine.page_bytes == PAGE
+        assert rig.engine.stats().page_bytes == PAGE
         rows = [rig.submit(prompt(60 - n, n + 1), 40) for n in range(5)]
         paused = 0
         while rig.engine.has_work():
@@ -424,7 +424,7 @@ async def test_cached_pages_are_given_to_whoever_reserves_memory(llama: Path) ->
 
 async def test_a_model_without_pages_has_none_to_give(tmp_path: Path) -> None:
     async with HandRig(make_tiny_model(tmp_path / "m", "mamba2")) as rig:
-        assert rig.engine.page_bytes == 0
+        assert rig.engine.stats().page_bytes == 0
         for _ in range(3):
             row = rig.submit(prompt(50), 4)
             rig.run()
@@ -446,7 +446,7 @@ async def test_a_model_without_pages_has_none_to_give(tmp_path: Path) -> None:
 async def test_what_rows_keep_besides_pages_is_granted_first(tmp_path: Path, family: str) -> None:
     async with HandRig(make_tiny_model(tmp_path / "m", family)) as rig:
         forward, figures = rig.forward, rig.ledger.figures
-        rig.ledger.limit = 4 * forward.row_bytes + 60 * rig.engine.page_bytes
+        rig.ledger.limit = 4 * forward.row_bytes + 60 * rig.engine.stats().page_bytes
         rows = [rig.submit(prompt(60, n + 1), 20) for n in range(10)]
         together = 0
         while rig.engine.has_work():
@@ -526,7 +526,7 @@ async def test_states_that_are_kept_take_the_memory_that_is_said(
             rig.run()
         said, before = rig.ledger.figures()["snapshots:tiny"], mx.get_active_memory()
         shared = 0
-        while isinstance(kept := rig.engine._pool.detach_oldest(), Snapshot):
+        while isinstance(kept := rig.engine._memory.pool.detach_oldest(), Snapshot):
             # `mx.contiguous` copies nothing where that leaves as many bytes unused at most.
             shared += 2**14 * sum(array is not None for leaf in kept.leaves for array in leaf)
             del kept
@@ -589,7 +589,7 @@ async def test_states_that_never_find_room_do_no_harm_where_pages_have_no_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with HandRig(make_tiny_model(tmp_path / "recurrent", "mamba2"), memory=41_000) as rig:
-        assert rig.engine.page_bytes == 0
+        assert rig.engine.stats().page_bytes == 0
         failures: list[Exception] = []
         monkeypatch.setattr(rig.engine, "fail", failures.append)
         for _ in range(2):

@@ -16,7 +16,7 @@ from mlx import nn
 
 from mlx_manager.mlx_server.devices import table as devices
 from mlx_manager.mlx_server.devices.attention import KernelSet
-from mlx_manager.mlx_server.engine.letter import Letter
+from mlx_manager.mlx_server.engine.step.host_tokens import HostTokens
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory
 from mlx_manager.mlx_server.execution.attention.paged import Reading
 from mlx_manager.mlx_server.execution.decoder import forward as forwards
@@ -44,29 +44,34 @@ def _mac(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "LONG", 256)
 
 
+def pages(rig: HandRig) -> int:
+    stats = rig.engine.stats()
+    return stats.pages_held + stats.pages_cached + stats.pages_free
+
+
 class Ran:
     """The prompt tokens of each step. One of more than `bears` fails as on a GPU: when it is waited
     for."""
 
     def __init__(self, rig: HandRig, patch: pytest.MonkeyPatch, bears: int = 1 << 20) -> None:
         self.steps: list[int] = []
-        self._run, of, read = rig.forward.run, Letter.of, Letter.read
-        failed: list[Letter] = []
+        self._run, of, read = rig.forward.run, HostTokens.of, HostTokens.read
+        failed: list[HostTokens] = []
 
-        def noting(tokens: mx.array) -> Letter:
-            letter = of(tokens)
+        def noting(tokens: mx.array) -> HostTokens:
+            transfer = of(tokens)
             if self.steps[-1] > bears:
-                failed.append(letter)
-            return letter
+                failed.append(transfer)
+            return transfer
 
-        def failing(letter: Letter) -> list[int]:
-            if any(letter is other for other in failed):
+        def failing(transfer: HostTokens) -> list[int]:
+            if any(transfer is other for other in failed):
                 raise RuntimeError(TIMEOUT)
-            return read(letter)
+            return read(transfer)
 
         patch.setattr(rig.forward, "run", self.run)
-        patch.setattr(Letter, "of", noting)
-        patch.setattr(Letter, "read", failing)
+        patch.setattr(HostTokens, "of", noting)
+        patch.setattr(HostTokens, "read", failing)
 
     def run(self, decode: Decode | None, chunks: list[Chunk]) -> mx.array:
         self.steps.append(sum(len(chunk.tokens) for chunk in chunks))
@@ -143,13 +148,13 @@ async def test_rows_that_fail_without_a_prompt_beside_them_change_nothing(
 async def test_pages_grow_by_a_hundred_or_so(llama: Path, way):
     async with HandRig(llama, choose=way) as rig:
         rig.engine.make_pages()
-        first = rig.engine._pool.size
+        first = pages(rig)
         assert first == (64 if rig.forward.horizon else 0)
         sizes = [first]
         for salt in range(1, 8):
             rig.submit(prompt(16 * 60, salt), 4)
             rig.run()
-            sizes.append(rig.engine._pool.size)
+            sizes.append(pages(rig))
         grown = [after - before for before, after in pairwise(sizes)]
         assert max(grown) <= 128
         assert sum(grown) >= 300

@@ -20,8 +20,8 @@ from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine.sampling import (
     BLOCK,
     CANDIDATES,
-    Asked,
     SamplerState,
+    SamplingBatch,
     every_way,
     sample,
 )
@@ -36,7 +36,7 @@ def draw(logits: np.ndarray, states: list[SamplerState], drawn: int = 0) -> list
 
 def sampled(logits: mx.array, states: list[SamplerState], drawn: int = 0) -> list:
     """The next token of each row, after so many."""
-    return sample(logits, Asked(states), [drawn] * len(states)).tolist()
+    return sample(logits, SamplingBatch(states), [drawn] * len(states)).tolist()
 
 
 def state(seed: int = 0, prompt: tuple[int, ...] = (), **wishes: object) -> SamplerState:
@@ -307,7 +307,7 @@ def chi_square_excess(observed: list[int], expected: np.ndarray) -> float:
 
 
 def test_the_deciding_numbers_are_uniform_in_the_half_open_unit_interval() -> None:
-    asked = Asked([state(seed) for seed in range(300)])
+    asked = SamplingBatch([state(seed) for seed in range(300)])
     numbers = [float(n) for place in range(30) for n in asked.chances([place] * 300)]
     assert all(0 <= number < 1 for number in numbers)
     assert all((number * 2**23).is_integer() for number in numbers)
@@ -328,7 +328,7 @@ def test_the_largest_deciding_number_stays_below_a_whole_in_single_precision() -
 # ---------------------------------------------------------------------------------------------
 
 
-class Decided(Asked):
+class Decided(SamplingBatch):
     """What one row asks for whose deciding number is given."""
 
     def __init__(self, chance: float, **wishes: object) -> None:

@@ -124,7 +124,7 @@ async def test_short_of_pages_the_newest_row_pauses_and_still_answers_right(llam
     # Room for about 14 pages: three rows of 4 pages that each grow to 6.
     page = 16 * 2 * 2 * 16 * 2 * 4
     async with Rig(llama, memory=14 * page, prefix_cache=False) as rig:
-        assert rig.engine.page_bytes == page
+        assert rig.engine.stats().page_bytes == page
         rows = [rig.submit(prompt(60, i + 1), 36) for i in range(3)]
         await asyncio.gather(*(row.finished() for row in rows))
         for i, row in enumerate(rows):
@@ -367,10 +367,11 @@ async def test_where_steps_are_short_and_memory_is_plenty_a_burst_has_longer_one
     limit: int, tick: float, longest: list[int], llama: Path
 ) -> None:
     size = StepSize(64, ample=256, working_bytes=1000, ample_bytes=1 << 20)
-    async with HandRig(llama, memory=limit, size=size, max_rows=32) as rig:
-        # Every step takes as long as the others.
-        ticks = count()
-        rig.engine._clock = lambda: next(ticks) * tick
+    # Every step takes as long as the others.
+    ticks = count()
+    async with HandRig(
+        llama, memory=limit, size=size, clock=lambda: next(ticks) * tick, max_rows=32
+    ) as rig:
 
         def lengths() -> list[int]:
             """Prompt tokens of each step of a burst."""
@@ -385,9 +386,9 @@ async def test_where_steps_are_short_and_memory_is_plenty_a_burst_has_longer_one
         # What steps take is not known yet; then each is at most twice as long as those before.
         assert [max(lengths()) for _ in range(6)][:3] == longest
         more = size.ample_bytes if longest[-1] > 64 else 0
-        assert rig.ledger.figures()["prefill:tiny"] == 1000 + more
+        assert rig.ledger.figures()["working:tiny"] == 1000 + more
         rig.engine.drop_prefixes()
-        assert rig.ledger.figures()["prefill:tiny"] == 1000
+        assert rig.ledger.figures()["working:tiny"] == 1000
 
 
 async def test_logit_bias_and_penalties_change_what_is_drawn(llama: Path) -> None:

@@ -282,12 +282,12 @@ def test_relief_runs_by_rank_and_stops_once_there_is_room():
 
     ledger.add_relief(Relief.IDLE_MODELS, evict_model)
     ledger.add_relief(Relief.PAGES, drop_pages)
-    assert ledger.reserve("prefill:a", 10)
+    assert ledger.reserve("working:a", 10)
     assert called == [("pages", 10)]
-    assert ledger.reserve("prefill:a", 30)
+    assert ledger.reserve("working:a", 30)
     assert called == [("pages", 10), ("pages", 30), ("model", 20)]
     ledger.remove_relief(evict_model)
-    assert not ledger.reserve("prefill:a", 100)
+    assert not ledger.reserve("working:a", 100)
     assert [name for name, _ in called[3:]] == ["pages"]
 
 
@@ -331,7 +331,7 @@ def kept_in_cache(nbytes: int) -> tuple[Ledger, list[int]]:
 
 def test_what_steps_work_on_is_not_counted_again_in_the_buffer_cache():
     ledger, cache = kept_in_cache(30)
-    assert ledger.reserve("prefill:a", 25)
+    assert ledger.reserve("working:a", 25)
     assert ledger.available() == 70
     assert ledger.figures()["buffer_cache"] == 5
     assert ledger.reserve("pages:a", 70)
@@ -349,10 +349,10 @@ def test_buffer_cache_is_kept_where_dropping_it_would_not_make_room():
 
 def test_only_a_buffer_cache_larger_than_steps_need_is_trimmed():
     ledger, cache = kept_in_cache(30)
-    assert ledger.reserve("prefill:a", 30)
+    assert ledger.reserve("working:a", 30)
     ledger.trim()
     assert cache == [30]
-    ledger.release("prefill:a", 1)
+    ledger.release("working:a", 1)
     ledger.trim()
     assert cache == [0]
 

@@ -129,6 +129,15 @@ class PagePool:
 
     # -- taking and giving ---------------------------------------------------------------------
 
+    def reset(self) -> None:
+        """Remove all pages, whoever holds them, and forget what is known of them."""
+        self.size = self.free = self._handed_out = 0
+        self._runs, self._references = [], []
+        self._index = None if self._index is None else PrefixIndex()
+        self._cached.clear()
+        self._attachments.clear()
+        self._stale.clear()
+
     def grow(self, pages: int) -> None:
         """Add `pages` free pages at the end."""
         if pages:

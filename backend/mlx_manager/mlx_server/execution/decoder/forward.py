@@ -31,7 +31,7 @@ from mlx_manager.mlx_server.execution.forward import (
     order_after,
 )
 from mlx_manager.mlx_server.execution.pieces import Pieces
-from mlx_manager.mlx_server.execution.running import HORIZON, ROWS, Batch, Running
+from mlx_manager.mlx_server.execution.running import HORIZON, ROWS, DeviceBatch, Running
 from mlx_manager.mlx_server.execution.slots import Slots
 from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
@@ -232,7 +232,7 @@ class FusedForward(OnPages):
         splits = self._decoder.plan(np.full(rows, LONG))
         return any(cut.blocks is BlockKind.TALL for cut in splits.values())
 
-    def _step(self, tokens: mx.array, batch: Batch) -> Step:
+    def _step(self, tokens: mx.array, batch: DeviceBatch) -> Step:
         pools = [
             (store.keys, store.values) if isinstance(store, LayerStore) else store.pool
             for store in self._of_layers

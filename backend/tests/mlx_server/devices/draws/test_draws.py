@@ -15,7 +15,7 @@ from mlx_manager.mlx_server.devices.draws import checked, kernel
 from mlx_manager.mlx_server.devices.draws.chances import chances, seed_of
 from mlx_manager.mlx_server.devices.draws.check import CHANCES, Problem, random_problem, wish
 from mlx_manager.mlx_server.devices.draws.kernel import Form
-from mlx_manager.mlx_server.engine.sampling import Asked, SamplerState, sample_portably
+from mlx_manager.mlx_server.engine.sampling import SamplerState, SamplingBatch, sample_portably
 
 BF16, F16, F32, U32 = mx.bfloat16, mx.float16, mx.float32, mx.uint32
 DTYPES = (BF16, F16, F32)
@@ -158,7 +158,7 @@ def test_tokens_come_as_often_as_their_probability_says(emulated):
 
 
 def test_steps_that_follow_one_another_draw_what_the_portable_way_draws(emulated):
-    asked = Asked(
+    asked = SamplingBatch(
         [
             SamplerState.of(Sampling(seed=seed, temperature=0.9, **more), ())
             for seed, more in enumerate([{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}])

@@ -398,6 +398,20 @@ def test_a_cached_page_at_the_end_keeps_the_pool_from_shrinking() -> None:
     assert pool.shrink() == 2
 
 
+def test_a_pool_that_starts_over_knows_nothing_of_before() -> None:
+    pool = PagePool(2, 3)
+    [page] = pool.allocate(1) or []
+    pool.commit(ROOT, [1, 2], page)
+    pool.attach(page, "state")
+    pool.reset()
+    assert (pool.size, pool.free, pool.held, pool.cached) == (0, 0, 0, 0)
+    assert pool.attachments == []
+    pool.grow(2)
+    assert pool.match([1, 2, 3]) == []
+    assert pool.allocate(2) == [0, 1]
+    assert pool.take_stale() == []
+
+
 def test_an_attachment_goes_with_its_page() -> None:
     pool = PagePool(2, 2)
     pages = fill(pool, [1, 2, 3, 4])

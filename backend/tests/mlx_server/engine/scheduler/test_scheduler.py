@@ -18,8 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.sampling import SamplerState
+from mlx_manager.mlx_server.engine.scheduler.fairness import LATELY
 from mlx_manager.mlx_server.engine.scheduler.load import Budget, Load
-from mlx_manager.mlx_server.engine.scheduler.scheduler import LATELY, Schedule, Scheduler, alike
+from mlx_manager.mlx_server.engine.scheduler.prefixes import PagePrefixes
+from mlx_manager.mlx_server.engine.scheduler.schedule import Schedule
+from mlx_manager.mlx_server.engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from mlx_manager.mlx_server.engine.scheduler.snapshots import SnapshotPrefixes, alike
 from mlx_manager.mlx_server.engine.sequence import Sequence
 
 NOBODY: Any = None
@@ -66,24 +70,25 @@ class World:
 
     def __post_init__(self) -> None:
         self.pool = PagePool(self.page_size, prefix_cache=self.reuse)
-        self.scheduler = Scheduler(
-            self.pool,
-            self.max_rows,
-            grow=self.grow,
-            forget=self.forgotten.append,
-            reuse=self.reuse,
-            restore=self.restore if self.states else None,
-            worth=self.worth,
-            copies=self.copies,
-            horizon=self.horizon,
-            abreast=self.abreast,
-        )
+        prefixes = PagePrefixes(self.pool, reuse=self.reuse)
+        if self.states and self.reuse:
+            prefixes = SnapshotPrefixes(
+                self.pool, self.restore, worth=self.worth, copies=self.copies
+            )
+        limits = SchedulerLimits(self.max_rows, self.horizon, self.abreast)
+        self.scheduler = Scheduler(self.pool, self, prefixes, limits)
 
     def grow(self, lacking: int, *, urgent: bool) -> bool:
         if self.pool.size + lacking > self.most:
             return False
         self.pool.grow(lacking)
         return True
+
+    def enter(self, sequence: Sequence) -> bool:
+        return True
+
+    def forget(self, sequence: Sequence) -> None:
+        self.forgotten.append(sequence)
 
     def restore(self, sequence: Sequence, attachment: object) -> None:
         """A state is the tokens it was made from: it must be those the row begins with."""
@@ -125,7 +130,7 @@ class World:
         return schedule
 
     def check(self, schedule: Schedule, budget: int) -> None:
-        s = self.scheduler
+        s = self.scheduler.queues
         assert len(s.running) + len(s.prefilling) <= self.max_rows
         everyone = [*s.running, *s.prefilling, *s.waiting]
         assert len(everyone) == len({sequence.key for sequence in everyone})
@@ -161,8 +166,8 @@ class World:
             assert held == tuple(sequence.tokens[: place + 1])
 
     def keep_states(self) -> None:
-        for sequence in self.scheduler.prefilling:
-            if sequence.computed in self.scheduler.borders(sequence):
+        for sequence in self.scheduler.queues.prefilling:
+            if sequence.computed in self.scheduler.prefixes.borders(sequence):
                 self.scheduler.share(sequence)
                 count = sequence.computed // self.page_size
                 known = self.pool.match(sequence.tokens)[:count]
@@ -172,7 +177,7 @@ class World:
     def run(self, budget: int = 1000, most: int = 5000) -> int:
         """Step until nothing is left; returns the number of steps."""
         for steps in range(most):
-            if not self.scheduler.has_work:
+            if not self.scheduler.queues.has_work:
                 return steps
             assert self.step(budget)
         raise AssertionError("it never ends")
@@ -225,7 +230,7 @@ class Days(RuleBasedStateMachine):
     @rule(budget=st.sampled_from([1, 4, 9, 1000]), times=st.integers(1, 4))
     def step(self, budget: int, times: int) -> None:
         for _ in range(times):
-            working = self.world.scheduler.has_work
+            working = self.world.scheduler.queues.has_work
             # Whoever is there fits by himself, so there is always something to do.
             assert bool(self.world.step(budget)) == working
 
@@ -249,7 +254,7 @@ class Days(RuleBasedStateMachine):
     def pages_are_held_by_tables_alone(self) -> None:
         if not hasattr(self, "world"):
             return
-        tables = [sequence.table.pages.tolist() for sequence in self.world.scheduler]
+        tables = [sequence.table.pages.tolist() for sequence in self.world.scheduler.queues]
         held = {page for pages in tables for page in pages}
         assert self.world.pool.held == len(held)
         for page in held:
@@ -324,7 +329,7 @@ def test_a_long_prompt_is_not_overtaken_for_ever_by_short_ones() -> None:
         if long.ended:
             break
     assert long.ended
-    assert len(world.scheduler.waiting) < 60
+    assert len(world.scheduler.queues.waiting) < 60
 
 
 @pytest.mark.parametrize("short", [8, 30])
@@ -347,7 +352,7 @@ def test_rows_beyond_the_limit_wait_for_one_to_end() -> None:
     rows = [world.submit(distinct(4 + n, n), 5) for n in range(4)]
     assert [p.sequence for p in world.step().prefills] == rows[:2]
     world.step()
-    assert world.scheduler.waiting == rows[2:]
+    assert world.scheduler.queues.waiting == rows[2:]
     world.run()
     assert all(r.ended for r in rows)
 
@@ -412,17 +417,17 @@ def test_rows_begin_together_with_the_prompts_that_came_with_them() -> None:
         world.submit(distinct(8, n), 100)
     assert world.scheduler.beginning == 4
     world.step(budget=16)
-    assert len(world.scheduler.running) == 2
+    assert len(world.scheduler.queues.running) == 2
     # Two rows that have drawn a token, and two prompts.
     assert world.scheduler.beginning == 4
     for _ in range(2):
-        world.scheduler.waiting, waiting = [], world.scheduler.waiting
+        world.scheduler.queues.waiting, waiting = [], world.scheduler.queues.waiting
         world.step(budget=16)
-        world.scheduler.waiting = waiting
+        world.scheduler.queues.waiting = waiting
     # The rows are in their course.
     assert world.scheduler.beginning == 2
     world.step(budget=16)
-    assert len(world.scheduler.running) == 4
+    assert len(world.scheduler.queues.running) == 4
     assert world.scheduler.beginning == 0
 
 
@@ -432,12 +437,12 @@ def test_rows_of_a_burst_begin_for_longer_where_steps_are_short(horizon: int, st
     for n in range(3):
         world.submit(distinct(8, n), 100)
     world.step(budget=8)
-    world.scheduler.waiting, waiting = [], world.scheduler.waiting
+    world.scheduler.queues.waiting, waiting = [], world.scheduler.queues.waiting
     begun = 0
-    while world.scheduler.running[0].drawn < 30:
-        world.scheduler.waiting = waiting
+    while world.scheduler.queues.running[0].drawn < 30:
+        world.scheduler.queues.waiting = waiting
         begun += world.scheduler.beginning == 3
-        world.scheduler.waiting = []
+        world.scheduler.queues.waiting = []
         world.step()
     assert begun == steps
 
@@ -458,19 +463,19 @@ def test_prompts_that_have_no_row_to_come_into_hold_nobody_up() -> None:
     assert world.scheduler.beginning == 3
     for _ in range(4):
         world.step()
-    assert len(world.scheduler.waiting) == 17
+    assert len(world.scheduler.queues.waiting) == 17
     assert world.scheduler.beginning == 0
 
 
 def test_what_is_ahead_is_counted_of_all_prompts_and_of_the_shortest() -> None:
     world = World(most=1000, max_rows=2)
-    assert world.scheduler.ahead == (0, 0)
+    assert world.scheduler.queues.ahead == (0, 0)
     world.submit(distinct(40, 0), 100)
     for n in range(3):
         world.submit(distinct(24, n + 1), 100)
-    assert world.scheduler.ahead == (40 + 3 * 24, 24)
+    assert world.scheduler.queues.ahead == (40 + 3 * 24, 24)
     world.step(budget=32)
-    assert world.scheduler.ahead == (40 + 2 * 24 - 8, 16)
+    assert world.scheduler.queues.ahead == (40 + 2 * 24 - 8, 16)
 
 
 def test_a_prompt_gets_what_is_left_at_the_place_it_has_come_to() -> None:
@@ -509,9 +514,9 @@ def test_a_key_without_a_row_gets_one_of_another_keys_rows() -> None:
     for _ in range(5):
         world.step()
     # Half of the rows each, and the newest gave way.
-    assert {first.key, second.key} < {row.key for row in world.scheduler.running}
-    assert third in world.scheduler.waiting
-    assert flood[3] in world.scheduler.waiting
+    assert {first.key, second.key} < {row.key for row in world.scheduler.queues.running}
+    assert third in world.scheduler.queues.waiting
+    assert flood[3] in world.scheduler.queues.waiting
     paused = world.scheduler.pauses
     for _ in range(50):
         world.step()
@@ -542,8 +547,8 @@ def test_more_urgent_rows_of_another_key_stay() -> None:
     plain = world.submit(distinct(8, 99), 50, "plain")
     for _ in range(10):
         world.step()
-    assert plain in world.scheduler.waiting
-    assert world.scheduler.running == urgent[:2]
+    assert plain in world.scheduler.queues.waiting
+    assert world.scheduler.queues.running == urgent[:2]
 
 
 @pytest.mark.parametrize("weights", [(30, 30), (100, 10), (10, 100)])
@@ -555,7 +560,7 @@ def test_keys_that_both_want_everything_are_served_alike(weights: tuple[int, int
     rows: list[Sequence] = []
     for step in range(600):
         for owner, length in zip("ab", weights, strict=True):
-            queued[owner] = sum(r.owner == owner for r in world.scheduler.waiting)
+            queued[owner] = sum(r.owner == owner for r in world.scheduler.queues.waiting)
             for _ in range(10 - queued[owner]):
                 rows.append(world.submit(distinct(length, next(numbers)), 10, owner))
         if step < 100:
@@ -770,7 +775,7 @@ def test_with_states_equal_prompts_wait_and_others_that_begin_alike_do_not() -> 
     world.step(budget=20)
     world.step(budget=20)
     assert chat.ended
-    assert twin in world.scheduler.waiting
+    assert twin in world.scheduler.queues.waiting
     world.run(budget=100)
     assert (agent.cached, twin.cached) == (0, 404)
 
@@ -794,7 +799,7 @@ def test_conversations_that_come_together_wait_for_what_all_begin_with() -> None
     system = distinct(90, 1)
     rows = [world.submit(system + distinct(20 + n, n + 2)) for n in range(4)]
     assert [p.tokens for p in world.step(budget=60).prefills] == [60]
-    assert world.scheduler.waiting == rows[1:]
+    assert world.scheduler.queues.waiting == rows[1:]
     world.run(budget=200)
     assert [row.cached for row in rows] == [0, 88, 88, 88]
     assert world.prompt_tokens == 88 + sum(len(row.tokens) - 1 - 88 for row in rows)
@@ -835,7 +840,7 @@ def test_what_all_begin_with_is_not_waited_for_when_it_is_short_or_past() -> Non
     world.step(budget=40)
     short = world.submit(distinct(60, 1) + distinct(20, 3))
     world.step(budget=200)
-    assert short not in world.scheduler.waiting
+    assert short not in world.scheduler.queues.waiting
     world.run()
     assert (first.cached, short.cached) == (0, 0)
     late = World(most=600, states=True)
@@ -843,7 +848,7 @@ def test_what_all_begin_with_is_not_waited_for_when_it_is_short_or_past() -> Non
     late.step(budget=120)
     second = late.submit(distinct(90, 1) + distinct(20, 3))
     late.step(budget=400)
-    assert second not in late.scheduler.waiting
+    assert second not in late.scheduler.queues.waiting
 
 
 @given(st.lists(st.integers(0, 1), max_size=30), st.lists(st.integers(0, 1), max_size=30))
@@ -862,10 +867,10 @@ def test_the_newest_row_is_paused_and_comes_back() -> None:
     old = world.submit(distinct(12, 1), 20)
     new = world.submit(distinct(12, 2), 20)
     world.step()
-    assert world.scheduler.running == [old, new]
-    while new in world.scheduler.running:
+    assert world.scheduler.queues.running == [old, new]
+    while new in world.scheduler.queues.running:
         world.step()
-    assert old in world.scheduler.running
+    assert old in world.scheduler.queues.running
     assert world.forgotten[-1] is new
     drawn = len(new.tokens)
     world.run()
@@ -893,7 +898,7 @@ def test_a_paused_row_finds_its_own_pages_again_if_nobody_took_them() -> None:
     old = world.submit(distinct(12, 1), 20)
     new = world.submit(distinct(12, 2), 20)
     world.step()
-    while new in world.scheduler.running:
+    while new in world.scheduler.queues.running:
         world.step()
     world.cancel(old)
     before = world.prompt_tokens
@@ -908,8 +913,8 @@ def test_a_row_is_not_admitted_only_to_be_paused_at_once() -> None:
     rows = [world.submit(distinct(7, n), 5) for n in range(3)]
     world.step()
     # There would be two pages for it, but then none for the others to grow by.
-    assert world.scheduler.running == rows[:2]
-    assert world.scheduler.waiting == rows[2:]
+    assert world.scheduler.queues.running == rows[:2]
+    assert world.scheduler.queues.waiting == rows[2:]
     world.run()
     assert world.forgotten == rows
 

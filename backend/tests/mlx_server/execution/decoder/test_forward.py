@@ -128,7 +128,9 @@ async def test_rows_that_are_paused_and_cancelled_leave_the_others_right(tmp_pat
     folder = make_tiny_model(tmp_path / "m", "llama")
     chance = random.Random(7)
     async with HandRig(folder, choose=on_kernels, prefill_chunk=32, max_rows=6) as rig:
-        rig.ledger.limit = rig.ledger.limit - rig.ledger.available() + 30 * rig.engine.page_bytes
+        rig.ledger.limit = (
+            rig.ledger.limit - rig.ledger.available() + 30 * rig.engine.stats().page_bytes
+        )
         wanted = []
         for i in range(14):
             tokens, limit = prompt(chance.randint(1, 90), i + 1), chance.randint(1, 40)

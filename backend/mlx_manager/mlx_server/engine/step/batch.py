@@ -1,4 +1,4 @@
-"""Rows that go through steps together."""
+"""The batch: rows that go through steps together."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
-from mlx_manager.mlx_server.engine.sampling import Asked
+from mlx_manager.mlx_server.engine.sampling import SamplingBatch
 from mlx_manager.mlx_server.engine.sequence import Sequence as Row
 
 
-class Crew:
-    """Values that are the same in every step of one set of rows, computed once.
+class Batch:
+    """Batch of rows. Values that are the same in every step of these rows are computed once.
 
     Attributes:
         rows: in the order of the step.
@@ -31,8 +31,8 @@ class Crew:
         return [row.table for row in self.rows]
 
     @cached_property
-    def asked(self) -> Asked:
-        return Asked([row.sampler for row in self.rows])
+    def sampling(self) -> SamplingBatch:
+        return SamplingBatch([row.sampler for row in self.rows])
 
     @property
     def needs_host(self) -> bool:

@@ -10,7 +10,7 @@ from mlx_manager.mlx_server.devices.cuda.mapped import TOKENS, Box, Carrier, car
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class HostTokens:
     """Tokens of a step, on their way to the host.
 
     sent: the array to evaluate with the step. rows: number of tokens. box: the box that holds the
@@ -23,13 +23,13 @@ class Letter:
     box: tuple[Box, Carrier] | None
 
     @staticmethod
-    def of(tokens: mx.array) -> Letter:
+    def of(tokens: mx.array) -> HostTokens:
         """Prepare the transfer of `tokens`, (rows,) uint32, not evaluated."""
         match carrier():
             case Carrier() as found if tokens.size <= TOKENS:
                 told, box = found.tell(tokens)
-                return Letter(told, tokens.size, (box, found))
-        return Letter(tokens, tokens.size, None)
+                return HostTokens(told, tokens.size, (box, found))
+        return HostTokens(tokens, tokens.size, None)
 
     def read(self) -> list[int]:
         """Wait for the step and return its tokens. May be called once only."""

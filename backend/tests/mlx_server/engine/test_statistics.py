@@ -1,38 +1,19 @@
 from __future__ import annotations
 
-from bisect import bisect_left
 from pathlib import Path
 
-import pytest
 from engine.rig import Rig
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_models import make_tiny_model
 
-from mlx_manager.mlx_server.engine.meter import Durations, Meter
-
-BOUNDS = (0.5, 1.0, 2.0)
-
-
-@given(st.lists(st.floats(0, 4), max_size=30))
-def test_every_duration_is_counted_under_the_first_bound_that_holds_it(seconds: list[float]):
-    durations = Durations(BOUNDS)
-    for value in seconds:
-        durations.add(value)
-    found = durations.distribution()
-    expected = [0, 0, 0, 0]
-    for value in seconds:
-        expected[bisect_left(BOUNDS, value)] += 1
-    assert list(found.counts) == expected
-    assert found.total == pytest.approx(sum(seconds))
+from mlx_manager.mlx_server.engine.statistics import Statistics
 
 
 def test_rows_of_one_step_share_a_gap_and_first_tokens_have_none():
-    meter = Meter()
-    meter.read(10.0, [0.0, 0.0])
-    assert sum(meter.gaps.distribution().counts) == 0
-    meter.read(13.0, [10.0, 10.0, 0.0, 12.0])
-    found = meter.gaps.distribution()
+    statistics = Statistics()
+    statistics.count_tokens(10.0, [0.0, 0.0])
+    assert sum(statistics.gaps.distribution().counts) == 0
+    statistics.count_tokens(13.0, [10.0, 10.0, 0.0, 12.0])
+    found = statistics.gaps.distribution()
     assert sum(found.counts) == 3
     assert found.total == 3.0 + 3.0 + 1.0
 

@@ -1,0 +1,171 @@
+"""The accounts of one engine, and what it gives up when memory is short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.devices import table as devices
+from mlx_manager.mlx_server.engine.kv.pages import PagePool
+from mlx_manager.mlx_server.engine.memory.line import Line
+from mlx_manager.mlx_server.engine.memory.pages import PageMemory
+from mlx_manager.mlx_server.engine.memory.snapshots import SnapshotMemory
+from mlx_manager.mlx_server.engine.memory.states import StateMemory
+from mlx_manager.mlx_server.engine.memory.stores import Stores
+from mlx_manager.mlx_server.engine.memory.working import WorkingMemory
+from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
+from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.execution.forward import Forward
+from mlx_manager.mlx_server.utils.memory import Ledger, Relief, clear_cache
+from mlx_manager.mlx_server.utils.pressure import Pressure
+
+# MLX keeps freed buffers for reuse; steps of changing sizes leave many behind.
+STEPS_BETWEEN_TRIMS = 512
+
+
+class EngineMemory:
+    """Memory of an engine: the scheduler takes from it, and the ledger's relief gives back.
+
+    Args:
+        name: of the model.
+        forward: how the model is run; keeps what rows have besides pages.
+        limits: of the engine.
+        size: what a step works on.
+        ledger: asked before anything is taken.
+        in_place: whether pages are written in place.
+        disturb: called when pages have been copied.
+        busy: returns whether the engine has work.
+
+    Raises:
+        OutOfMemory: the ledger does not grant the bytes that a step works on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Forward,
+        limits: EngineLimits,
+        size: StepSize,
+        ledger: Ledger,
+        *,
+        in_place: bool,
+        disturb: Callable[[], None],
+        busy: Callable[[], bool],
+    ) -> None:
+        pages, states, snapshots = (
+            Line(ledger, f"{kind}:{name}") for kind in ("pages", "states", "snapshots")
+        )
+        self.pool = PagePool(limits.page_size, prefix_cache=limits.prefix_cache)
+        self.states = StateMemory(states, forward.row_bytes, limits.max_rows)
+        on_pages = sum(store.shape.token_bytes for store in forward.stores)
+        self.pages = PageMemory(
+            self.pool,
+            Stores(forward.stores, ledger, disturb),
+            pages,
+            self.states,
+            snapshots,
+            page_bytes=limits.page_size * (on_pages + forward.token_bytes),
+            ahead=bool(forward.horizon),
+            in_place=in_place,
+        )
+        self.snapshots = SnapshotMemory(forward, self.pool, snapshots)
+        self.working = WorkingMemory(name, size, ledger)
+        self._forward = forward
+        self._ledger = ledger
+        self._busy = busy
+        self._frees_at_once = devices.current().frees_at_once
+        # The first step before which memory is given up again, while it is short.
+        self._trim_at = 0
+        ledger.add_relief(Relief.PAGES, self._relieve, self._spare)
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def grow(self, lacking: int, *, urgent: bool) -> bool:
+        """Add at least `lacking` pages if the ledger grants them; see `PageMemory.grow`."""
+        return self.pages.grow(lacking, urgent=urgent)
+
+    def enter(self, sequence: Sequence) -> bool:
+        """Reserve the memory that a row keeps besides pages; return whether the ledger grants
+        it."""
+        return self.states.enter(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Free what a sequence keeps besides pages."""
+        self._forward.forget(sequence.key)
+        self.states.leave(sequence)
+
+    @property
+    def attainable_pages(self) -> int:
+        """Return the number of pages that there could be; see `PageMemory.attainable`."""
+        return self.pages.attainable
+
+    @property
+    def pages_of_others(self) -> int:
+        """Return the number of pages that idle models would have to give memory up for."""
+        return self._ledger.relievable(self._relieve) // max(self.pages.page_bytes, 1)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def mind_others(self, step: int) -> Pressure:
+        """Give up what is only kept for reuse where macOS says that memory is short, and return
+        what it says."""
+        pressure = self._ledger.pressure()
+        if pressure is Pressure.NORMAL:
+            self._trim_at = 0
+        elif step >= self._trim_at:
+            self._trim_at = step + STEPS_BETWEEN_TRIMS
+            clear_cache()
+            self.give_up_pages()
+        return pressure
+
+    def trim(self, step: int) -> None:
+        """Give MLX's buffer cache back now and then."""
+        if step % STEPS_BETWEEN_TRIMS == 0 and self._frees_at_once:
+            self._ledger.trim()
+
+    def rest(self) -> None:
+        """Make room where there are no rows: a step that has been put together would hold the
+        stores as they were.
+
+        Give pages up where they have taken the room of snapshots, as a crowd does. The cached ones
+        are of no use then.
+        """
+        lacking, page_bytes = self.snapshots.take_lacking(), self.pages.page_bytes
+        # Layers that are all recurrent have pages of no bytes.
+        if lacking and page_bytes:
+            self.give_up_pages(-(-lacking // page_bytes))
+        if self._frees_at_once:
+            clear_cache()
+
+    # -- relief --------------------------------------------------------------------------------
+
+    def give_up_pages(self, most: int | None = None) -> None:
+        """Forget cached pages, then remove free pages at the end of the stores, `most` at most."""
+        self.pool.drop_cached()
+        self.snapshots.record()
+        if not self._busy():
+            self.working.give_ample_up()
+        self.pages.shrink(most)
+
+    def drop_all(self) -> None:
+        """Drop all pages, states and snapshots."""
+        self.snapshots.line.record(0)
+        self.states.clear()
+        self.pages.drop_all()
+
+    def close(self) -> None:
+        """Give back what steps work on, and answer no more calls for relief."""
+        self._ledger.remove_relief(self._relieve)
+        self.working.close()
+
+    def _relieve(self, lacking: int) -> None:
+        """Give up cached pages, and the free ones at the end of the stores."""
+        if self.pages.line.reserving or self.states.line.reserving:
+            self.snapshots.give_up(lacking)
+        else:
+            self.give_up_pages()
+
+    def _spare(self) -> int:
+        """Return the bytes that `_relieve` could give back."""
+        ample = 0 if self._busy() else self.working.ample_bytes
+        return self.pages.removable_bytes + self.snapshots.line.nbytes + ample

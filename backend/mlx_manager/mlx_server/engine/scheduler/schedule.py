@@ -1,0 +1,67 @@
+"""The schedule: the rows and prompt chunks of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mlx_manager.mlx_server.engine.scheduler.load import Load
+from mlx_manager.mlx_server.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Chunk of a prompt: its next `tokens` tokens. A `final` chunk gives the first draw."""
+
+    sequence: Sequence
+    tokens: int
+    final: bool
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Work of one step: running rows, a token each, and chunks of prompts. False if there is none.
+
+    load: the amount of that work.
+    """
+
+    rows: list[Sequence]
+    prefills: list[Prefill] = field(default_factory=list)
+    load: Load = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.load = Load(len(self.rows))
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.prefills)
+
+    def leave_rows_out(self) -> None:
+        """Leave the running rows out of a step that has no chunk yet."""
+        self.rows, self.load = [], Load()
+
+    def add(self, prefill: Prefill) -> None:
+        """Add a chunk, and count its tokens into its sequence's `computed`."""
+        sequence = prefill.sequence
+        self.load = self.load.with_chunk(sequence.computed, prefill.tokens)
+        sequence.computed += prefill.tokens
+        self.prefills.append(prefill)
+
+
+def chunk(
+    sequence: Sequence, budget: int, page_size: int, border: int | None, *, first: bool
+) -> Prefill | None:
+    """Return as much of the prompt as the budget of so many tokens allows.
+
+    The chunk ends at `border` if it gets that far, or on the end of a page, unless it is final, or
+    is the first of its step and the budget is less than a page. None if the chunk would have to be
+    less than a page and is not the first.
+    """
+    if border is not None and border <= sequence.computed + budget:
+        return Prefill(sequence, border - sequence.computed, final=False)
+    if sequence.remaining <= budget:
+        return Prefill(sequence, sequence.remaining, final=True)
+    end = sequence.computed + budget
+    if budget >= page_size:
+        end = end // page_size * page_size
+    elif not first:
+        return None
+    return Prefill(sequence, end - sequence.computed, final=False)

@@ -1,0 +1,1 @@
+"""One step of a model: its batch, the run of the model, the order of the stages, and its times."""

@@ -1,0 +1,144 @@
+"""The model runner: the rows of a schedule become logits, and these become tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_manager.mlx_server.core import TokenLogprob
+from mlx_manager.mlx_server.devices.cuda.mapped import send
+from mlx_manager.mlx_server.engine.sampling import best, sample
+from mlx_manager.mlx_server.engine.scheduler.load import Load
+from mlx_manager.mlx_server.engine.scheduler.schedule import Prefill, Schedule
+from mlx_manager.mlx_server.engine.scores import LogitPositions, Scores
+from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.step.batch import Batch
+from mlx_manager.mlx_server.engine.step.host_tokens import HostTokens
+from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """A step whose logits are described, and perhaps computed already.
+
+    batch: the rows that draw a token. logits: (rows, vocabulary), those of padding may follow.
+    """
+
+    batch: Batch
+    logits: mx.array
+    load: Load
+    scores: Scores
+
+
+@dataclass(slots=True, eq=False)
+class SampledStep:
+    """A step that has been queued whole, its tokens included.
+
+    tokens: (rows,) uint32, for the next step. host_tokens: the same, for the host.
+    """
+
+    batch: Batch
+    tokens: mx.array
+    host_tokens: HostTokens
+    load: Load
+    scores: Scores
+
+    @property
+    def begins_rows(self) -> bool:
+        """Return whether all tokens that the step draws are first tokens."""
+        return not self.load.rows and bool(self.batch.rows)
+
+    def scores_of(self, tokens: list[int]) -> dict[int, TokenLogprob]:
+        """Return each row's score, if the row asks for scores, by the row's key."""
+        return self.scores.read(self.batch.rows, tokens)
+
+
+class ModelRunner:
+    """Runs schedules through a model. Keeps the batch for as long as the same rows go together.
+
+    forward: how the model is run.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._scheduled: list[Sequence] = []
+        self._batch = Batch(())
+
+    def launch(self, schedule: Schedule, last: SampledStep | None) -> LaunchedStep:
+        """Describe the logits of a step; `last` is the step whose tokens the host has not read."""
+        batch = self._batch_of(schedule.rows)
+        decode = self._decode(batch, last) if batch.rows else None
+        chunks = [_chunk(prefill) for prefill in schedule.prefills]
+        logits = self._forward.run(decode, chunks)
+        scores = Scores()
+        if chunks:
+            positions = LogitPositions.of(len(batch.rows), chunks)
+            for number, start in positions.chunks.items():
+                row, chunk = schedule.prefills[number].sequence, chunks[number]
+                scores.add_prompt(row, logits[start:], chunk)
+            logits = positions.drawn(logits)
+            joining = [p.sequence for p in schedule.prefills if p.final]
+            if joining:
+                batch = Batch([*batch.rows, *joining])
+        return LaunchedStep(batch, logits, schedule.load, scores)
+
+    def sample(self, launched: LaunchedStep) -> SampledStep:
+        """Queue a step whole, its tokens included. On a CPU this computes most of it."""
+        batch, logits, scores = launched.batch, launched.logits, launched.scores
+        if not batch.rows:
+            # With nothing to draw, something must still be waited for.
+            tokens = logits[:1, 0].astype(mx.uint32)
+        elif batch.plain:
+            tokens = best(logits)
+        else:
+            tokens = sample(logits, batch.sampling, [row.drawn for row in batch.rows])
+            scores.add_drawn(logits, batch.rows, tokens)
+        host_tokens = HostTokens.of(tokens)
+        mx.async_eval(tokens, host_tokens.sent, scores.arrays(), self._forward.state())  # type: ignore[no-untyped-call]
+        for row in batch.rows:
+            row.pending += 1
+        return SampledStep(batch, tokens, host_tokens, launched.load, scores)
+
+    def rest(self) -> None:
+        """Drop the batch: there was nothing to run."""
+        self._scheduled, self._batch = [], Batch(())
+
+    def _batch_of(self, rows: list[Sequence]) -> Batch:
+        """Return the batch of `rows`, in the order that the forward wants."""
+        if rows != self._scheduled:
+            order = self._forward.order([r.key for r in rows], [r.computed for r in rows])
+            self._scheduled, self._batch = rows, Batch([rows[i] for i in order])
+        return self._batch
+
+    def _decode(self, batch: Batch, last: SampledStep | None) -> Decode:
+        if last is not None and last.batch is batch:
+            tokens = last.tokens
+        else:
+            tokens = _newest(batch.rows, last)
+        return Decode(batch.keys, batch.tables, [row.computed for row in batch.rows], tokens)
+
+
+def _newest(rows: list[Sequence], last: SampledStep | None) -> mx.array:
+    """Return the rows' newest tokens; for rows with unread tokens, those that `last` draws."""
+    known = [row for row in rows if not row.pending]
+    read = send(np.array([row.tokens[-1] for row in known], np.int32)).view(mx.uint32)
+    if last is None or len(known) == len(rows):
+        return read
+    place = {row.key: i for i, row in enumerate(last.batch.rows)}
+    tokens = last.tokens
+    if known:
+        place |= {row.key: i for i, row in enumerate(known, tokens.size)}
+        tokens = mx.concatenate([tokens, read])
+    places = [place[row.key] for row in rows]
+    same = places == list(range(len(place)))
+    return tokens if same else tokens[send(np.array(places, np.int32))]
+
+
+def _chunk(prefill: Prefill) -> Chunk:
+    sequence, n = prefill.sequence, prefill.tokens
+    start = sequence.computed - n
+    tokens = sequence.tokens[start : start + n]
+    every = sequence.scores_prompt and len(sequence.prompt_scores) < sequence.prompt_length - 1
+    return Chunk(sequence.key, sequence.span(n), tokens, prefill.final, every)
