@@ -26,7 +26,7 @@ from workload import chat
 TOKENS = 400
 SETTLED = 0.3
 """Seconds until the streams run."""
-MOST = 16_000
+MOST = 8_000
 """Pieces that a body may have, in round numbers."""
 Body = tuple[str, dict[str, Any]]
 
@@ -55,19 +55,19 @@ KINDS: Mapping[str, Callable[[int], Body]] = {
         {"input": [{"role": "user", "content": "w"}] * (n // 34)},
     ),
     "empty lists": lambda n: ("/chat/completions", {"messages": [[]] * (n // 4)}),
-    "16 000 messages": lambda _: (
+    "8 000 messages": lambda _: (
         "/chat/completions",
         user("") | {"messages": [{"role": "user", "content": "w"}] * MOST},
     ),
-    "16 000 content parts": lambda _: (
+    "8 000 content parts": lambda _: (
         "/chat/completions",
         user([{"type": "text", "text": "w"}] * MOST),
     ),
-    "16 000 tools": lambda _: (
+    "8 000 tools": lambda _: (
         "/chat/completions",
         user("") | {"tools": [{"type": "function", "function": {"name": "f"}}] * MOST},
     ),
-    "16 000 input items": lambda _: (
+    "8 000 input items": lambda _: (
         "/responses",
         {"input": [{"role": "user", "content": "w"}] * MOST},
     ),

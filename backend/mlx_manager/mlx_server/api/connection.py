@@ -50,8 +50,10 @@ MOST_BRACKETS = 2**18
 as many. To parse ten million empty lists takes a gigabyte, and seconds in which nobody else is
 served."""
 MOST_ENTRIES = 16384
-"""Entries of a list or an object, and messages, content parts, calls and tools together. Their
-validation takes time in which nobody else is served: 0.2 s for so many tools."""
+"""Entries of a list or an object: to validate more takes time in which nobody else is served."""
+MOST_PIECES = 8192
+"""Messages, content parts, calls and tools together. The dearest, tools of /v1/responses, take
+0.2 s in which nobody else is served."""
 MOST_TOKENS = 2**20
 TOKENS = ("prompt", "tokens", "input")
 """Fields whose entries are token ids where the first one is a number."""
@@ -200,10 +202,10 @@ def check_pieces(
     fields = " and ".join(f"`{name}`" for name in (param, earlier) if name) or "The body"
     those = f"{fields} have" if earlier else f"{fields} has"
     every = chain(messages, beside, chain.from_iterable(map(parts, messages)))
-    pieces = list(islice(every, MOST_ENTRIES + 1))
-    if len(pieces) > MOST_ENTRIES:
+    pieces = list(islice(every, MOST_PIECES + 1))
+    if len(pieces) > MOST_PIECES:
         raise RequestTooLarge(
-            f"{those} more than the {MOST_ENTRIES} messages, content parts, calls and tools that "
+            f"{those} more than the {MOST_PIECES} messages, content parts, calls and tools that "
             "this server accepts.",
             param=param or None,
         )

@@ -19,7 +19,7 @@ from openai_spec import check
 from scripted import MODEL, Script, ScriptedBackend, ScriptedPool, says
 from sdk_models import events, strictly
 
-from mlx_manager.mlx_server.api.connection import MOST_ENTRIES
+from mlx_manager.mlx_server.api.connection import MOST_PIECES
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import (
     Admitted,
@@ -481,7 +481,7 @@ async def test_the_tokens_of_what_a_response_goes_on_from_and_refers_to_are_coun
 
 
 async def test_a_conversation_has_no_more_messages_for_having_been_sent_piece_by_piece(serve):
-    half = [SAID[0]] * (MOST_ENTRIES // 2)
+    half = [SAID[0]] * (MOST_PIECES // 2)
     async with serve() as client:
         first = await answered(client, RESPONSES, False, input=half)
         going_on = {"input": half, "previous_response_id": first["id"]}
@@ -489,7 +489,7 @@ async def test_a_conversation_has_no_more_messages_for_having_been_sent_piece_by
     assert second.status_code == 413
     error = second.json()["error"]
     assert error["param"] == "input"
-    assert "`input` and `previous_response_id` have more than the 16384" in error["message"]
+    assert "`input` and `previous_response_id` have more than the 8192" in error["message"]
 
 
 async def test_a_response_goes_on_from_one_that_was_kept_streamed_or_not(serve):
@@ -577,7 +577,7 @@ async def test_an_item_that_is_not_kept_is_a_404_that_names_it(serve):
 
 
 async def test_what_is_referred_to_counts_as_if_it_had_been_sent(serve):
-    content = [{"type": "input_text", "text": "hi"}] * (MOST_ENTRIES // 2)
+    content = [{"type": "input_text", "text": "hi"}] * (MOST_PIECES // 2)
     async with serve() as client:
         first = await answered(
             client, RESPONSES, False, input=[{"role": "user", "content": content}]
@@ -586,7 +586,7 @@ async def test_what_is_referred_to_counts_as_if_it_had_been_sent(serve):
         [item] = (await client.get(path)).json()["data"]
         again = await client.post("/v1/responses", json={"input": [reference(item)] * 2})
     assert again.status_code == 413
-    assert again.json()["error"]["message"].startswith("`input` has more than the 16384 messages")
+    assert again.json()["error"]["message"].startswith("`input` has more than the 8192 messages")
 
 
 @both

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from mlx_manager.mlx_server.api.connection import MOST_BRACKETS, MOST_ENTRIES
+from mlx_manager.mlx_server.api.connection import MOST_BRACKETS, MOST_ENTRIES, MOST_PIECES
 from mlx_manager.mlx_server.config import MLXServerSettings, doubts
 
 CHAT = "/v1/chat/completions"
 MESSAGE = {"role": "user", "content": "a"}
 TEXT = {"type": "text", "text": "x"}
-HALF = [TEXT] * (MOST_ENTRIES // 2)
+HALF = [TEXT] * (MOST_PIECES // 2)
 DOCUMENT = {"type": "document", "source": {"type": "content", "content": HALF}}
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": HALF}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-SPACE = {"type": "namespace", "name": "n", "tools": [{}] * MOST_ENTRIES}
+SPACE = {"type": "namespace", "name": "n", "tools": [{}] * MOST_PIECES}
 
 
 async def refused(serve: Any, path: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ async def test_pieces_are_counted_before_any_is_looked_at(
     ("path", "fields"),
     [
         (CHAT, {"messages": [MESSAGE, *[MESSAGE] * len(HALF)], "tools": [{}] * len(HALF)}),
-        (CHAT, {"messages": [MESSAGE, {"role": "assistant", "tool_calls": [CALL] * MOST_ENTRIES}]}),
+        (CHAT, {"messages": [MESSAGE, {"role": "assistant", "tool_calls": [CALL] * MOST_PIECES}]}),
         ("/v1/messages", {"system": HALF, "messages": [{"role": "user", "content": HALF}]}),
         ("/v1/messages", {"messages": [{"role": "user", "content": [RESULT, *HALF]}]}),
         ("/v1/messages", {"messages": [{"role": "user", "content": [DOCUMENT, *HALF]}]}),
@@ -70,7 +70,7 @@ async def test_pieces_are_counted_together_wherever_they_stand(
     serve: Any, path: str, fields: dict[str, Any]
 ):
     error = await refused(serve, path, fields | {"max_tokens": 5})
-    assert f"`messages` has more than the {MOST_ENTRIES} messages" in error["message"]
+    assert f"`messages` has more than the {MOST_PIECES} messages" in error["message"]
 
 
 async def test_tools_of_a_namespace_are_counted(serve: Any):
