@@ -31,7 +31,6 @@ from mlx_manager.mlx_server.core import (
     TextDelta,
     Tokens,
 )
-from mlx_manager.mlx_server.devices.cpu.activations import ByPowers
 from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
 from mlx_manager.mlx_server.devices.cpu.delta import ChunkedRule
 from mlx_manager.mlx_server.engine.thread import MLXThread
@@ -194,7 +193,7 @@ def originals() -> Iterator[None]:
         (space, name, ours)
         for space in spaces
         for name, ours in space.items()
-        if isinstance(ours, ByPowers | ChunkedRule)
+        if isinstance(ours, ChunkedRule)
     ]
     for space, name, ours in placed:
         space[name] = ours.original

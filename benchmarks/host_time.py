@@ -42,12 +42,9 @@ from mlx_manager.mlx_server.execution.attention.paged import Reading
 from mlx_manager.mlx_server.execution.compiled import Compile
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.forward import FusedForward
-from mlx_manager.mlx_server.execution.forward import (
-    Decode,
-    Forward,
-    RaggedForward,
-    SeparateForward,
-)
+from mlx_manager.mlx_server.execution.forward import Decode, Forward
+from mlx_manager.mlx_server.execution.module.ragged import RaggedForward
+from mlx_manager.mlx_server.execution.module.separate import SeparateForward
 from mlx_manager.mlx_server.formats import PLAIN
 from mlx_manager.mlx_server.text.output_parser import OutputParser
 from mlx_manager.mlx_server.utils.memory import Ledger

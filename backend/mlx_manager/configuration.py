@@ -44,8 +44,6 @@ KINDS: Mapping[object, str] = {
 BESIDES: Mapping[str, str] = {
     "MLX_SERVER_BLAS": "On a Linux CPU: the BLAS library, or `off`; see `mlx-manager doctor`",
     "OPENBLAS_NUM_THREADS": "Threads of a Linux CPU's products; default: the cores less two",
-    "TOKENIZERS_PARALLELISM": "On a Linux CPU: `true` tokenises several texts at once; default: "
-    "`false`",
     "MLX_CUDA_GRAPH_CACHE_SIZE": "On an NVIDIA GPU: recorded steps that MLX keeps; default: 4000",
     "MLX_MAX_OPS_PER_BUFFER": "There: most operations in a recording; 1000 unless set, and "
     "`MLX_MAX_MB_PER_BUFFER` 1000000, so that a step is one. On a Mac MLX's own 40 or 50, since "

@@ -316,7 +316,7 @@ def masked(variables: Mapping[str, str]) -> dict[str, str]:
 
 CARRIED = re.compile(
     r"(MLX_(SERVER|CUDA|MAX|PTX)|HF|OTEL|LOGFIRE)_.+|(OPENBLAS|OMP)_NUM_THREADS"
-    r"|TOKENIZERS_PARALLELISM|(?i:(https?|all|no)_proxy)|SSL_CERT_(FILE|DIR)"
+    r"|(?i:(https?|all|no)_proxy)|SSL_CERT_(FILE|DIR)"
 )
 """Variables that say how a server runs, as docs/configuration.md has them, and how it reaches the
 hub."""

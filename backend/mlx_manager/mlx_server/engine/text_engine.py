@@ -81,7 +81,6 @@ class TextEngine:
             limits,
             size,
             ledger,
-            in_place=self._pipeline_of.in_place,
             disturb=self._clock.disturb,
             busy=self.has_work,
         )

@@ -20,7 +20,6 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Protocol, TypeVar
 
-from mlx_manager.mlx_server.devices.cpu.allocator import keep_freed_memory
 from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import answer_mlx
 from mlx_manager.mlx_server.devices.cuda.graphs import (
     keep_cpu_kernels,
@@ -148,7 +147,6 @@ class MLXThread:
             record_whole_steps()
         if device.kind == "cpu":
             keep_cpu_kernels()
-            keep_freed_memory()
         self._thread.start()
 
     def post(self, message: Callable[[], None]) -> None:

@@ -37,23 +37,19 @@ from mlx_manager.mlx_server.devices.likeness import (
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.errors import ModelNotSupported
+from mlx_manager.mlx_server.execution.alone import AloneForward
 from mlx_manager.mlx_server.execution.attention.paged import Reading, Span
+from mlx_manager.mlx_server.execution.caches import kept_in, shapes_of
 from mlx_manager.mlx_server.execution.compiled import WRONG, Compile
 from mlx_manager.mlx_server.execution.decoder.check import check
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.forward import FEW, FusedForward
 from mlx_manager.mlx_server.execution.decoder.joined import join
-from mlx_manager.mlx_server.execution.forward import (
-    AloneForward,
-    Chunk,
-    Decode,
-    Forward,
-    NotApplicable,
-    RaggedForward,
-    SeparateForward,
-    kept_in,
-)
-from mlx_manager.mlx_server.execution.modules import ModuleSteps
+from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward, NotApplicable
+from mlx_manager.mlx_server.execution.module.over_pages import GATHERING, OverPages
+from mlx_manager.mlx_server.execution.module.ragged import RaggedForward
+from mlx_manager.mlx_server.execution.module.separate import SeparateForward
+from mlx_manager.mlx_server.execution.module.steps import ModuleSteps
 from mlx_manager.mlx_server.execution.spec.decoder import attention_shapes
 from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
@@ -189,17 +185,18 @@ def _first_right(  # noqa: PLR0917
         shapes = list(attention_shapes(model, page_size))
         for shape in counted(doing, "kernels for prompts are checked", shapes):
             built.chunks(shape)
+    over = partial(_over_pages, model, page_size, compile)
     others: list[Callable[[], Forward]] = [
-        lambda: RaggedForward(model, page_size, Reading.PAGES, built, compile),
-        lambda: RaggedForward(model, page_size, Reading.HANDED_ON, built, compile),
+        partial(over, Reading.PAGES, built),
+        partial(over, Reading.HANDED_ON, built),
         lambda: join(model, page_size),
-        lambda: RaggedForward(model, page_size, Reading.PAGES),
-        lambda: RaggedForward(model, page_size, Reading.HANDED_ON),
-    ]
-    others += [
-        partial(SeparateForward, model, page_size, reading, kernels, compile)
-        for reading in (Reading.PAGES, Reading.GATHERED, Reading.GROUPED)
-        for kernels in (built, None)
+        partial(over, Reading.PAGES, None),
+        partial(over, Reading.HANDED_ON, None),
+        *(
+            partial(over, reading, kernels)
+            for reading in (Reading.GATHERED, Reading.GROUPED)
+            for kernels in (built, None)
+        ),
     ]
     ways = [
         partial(_fused, model, built, build, reference, doing),
@@ -227,6 +224,27 @@ def _first_right(  # noqa: PLR0917
     return AloneForward(model)
 
 
+def _over_pages(
+    model: nn.Module,
+    page_size: int,
+    compile: Compile,
+    reading: Reading,
+    kernels: KernelSet | None,
+) -> RaggedForward | SeparateForward:
+    """Return the module over pages: all tokens in one pass if all that layers keep is on pages and
+    attention reads it there, else rows and chunks apart.
+
+    Raises:
+        NotApplicable: pages cannot hold what the module's layers keep.
+    """
+    if reading not in GATHERING:
+        if None not in shapes_of(model):
+            return RaggedForward(model, page_size, reading, kernels, compile)
+        if reading is Reading.HANDED_ON:
+            raise NotApplicable("layers that keep another state hand nothing on")
+    return SeparateForward(model, page_size, reading, kernels, compile)
+
+
 def _compared(make: Callable[[], Forward], reference: Reference) -> Forward:
     """Return the forward that `make` builds, compared with the reference.
 
@@ -235,9 +253,9 @@ def _compared(make: Callable[[], Forward], reference: Reference) -> Forward:
             by attention over pages.
     """
     forward = make()
-    rows = forward.rows if isinstance(forward, RaggedForward | SeparateForward) else None
+    rows = forward.rows if isinstance(forward, OverPages) else None
     disagreement = _disagreement(forward, rows, reference)
-    layers = forward.layers if isinstance(forward, RaggedForward | SeparateForward) else ()
+    layers = forward.layers if isinstance(forward, OverPages) else ()
     if disagreement is None and any(layer.unread for layer in layers):
         # An example is an indexer, whose choice matters only far into a text.
         disagreement = "what a layer keeps is not read by attention over pages"

@@ -41,16 +41,13 @@ INTEGRATED = 18
 log = logging.getLogger(__name__)
 
 
-def get_memory_usage(room: int = 0) -> dict[str, int]:
-    """Return MLX's own figures: `active`, `peak`, `cache` (freed buffers kept for reuse), `limit`.
-
-    room: bytes in these figures that take no memory, see `Ledger.allow_for`.
-    """
+def get_memory_usage() -> dict[str, int]:
+    """Return MLX's own bytes: `active`, `peak`, `cache` (freed buffers for reuse) and `limit`."""
     return {
-        "active": mx.get_active_memory() - room,
-        "peak": mx.get_peak_memory() - room,
+        "active": mx.get_active_memory(),
+        "peak": mx.get_peak_memory(),
         "cache": mx.get_cache_memory(),
-        "limit": mx.get_memory_limit() - room,
+        "limit": mx.get_memory_limit(),
     }
 
 
@@ -190,7 +187,6 @@ class Ledger:
 
     Attributes:
         limit: bytes that may be promised. total: bytes that all models of the machine may have.
-        room: bytes that MLX counts beyond all that, for arrays that take no memory yet.
         pressure: returns the memory pressure of the machine, whoever causes it.
         more_to_come: waits a moment for bytes that have been asked for elsewhere; False if none
             are on their way.
@@ -206,8 +202,6 @@ class Ledger:
         self.limit = self.total = limit
         self.pressure = pressure or PressureGauge()
         self.more_to_come: Callable[[], bool] = lambda: False
-        self.room = 0
-        self._peak = 0
         self._cache_bytes = cache_bytes
         self._drop_cache = drop_cache
         self._lines: dict[str, int] = {}
@@ -313,28 +307,8 @@ class Ledger:
                 del self._lines[line]
 
     def usage(self) -> dict[str, int]:
-        """Return `get_memory_usage` without `room`; the peak is that of all times, each without the
-        `room` of its time."""
-        usage = get_memory_usage(self.room)
-        return usage | {"peak": max(self._peak, usage["peak"], usage["active"])}
-
-    def note_peak(self) -> None:
-        """Keep the peak so far: once `room` changes, MLX's peak does not tell how much was `room`.
-
-        Call this before making or freeing arrays that `allow_for` is told of.
-        """
-        self._peak = self.usage()["peak"]
-
-    def allow_for(self, nbytes: int) -> None:
-        """Note that MLX counts `nbytes` more (less, if negative) that take no memory, and raise its
-        limit by them.
-
-        Over its limit MLX computes one operation at a time, which takes a CPU twice as long.
-        """
-        if nbytes:
-            self.room += nbytes
-            _move_limit(nbytes)
-            mx.reset_peak_memory()
+        """Return `get_memory_usage`."""
+        return get_memory_usage()
 
     def heed(self, error: Exception) -> bool:
         """Lower the limit to the device's memory if `error` says that it was full. Return whether

@@ -18,16 +18,12 @@ from mlx_manager.mlx_server.devices import table as devices
 from mlx_manager.mlx_server.devices.attention import KernelSet
 from mlx_manager.mlx_server.engine.step.host_tokens import HostTokens
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory
+from mlx_manager.mlx_server.execution.alone import AloneForward
 from mlx_manager.mlx_server.execution.attention.paged import Reading
 from mlx_manager.mlx_server.execution.decoder import forward as forwards
-from mlx_manager.mlx_server.execution.forward import (
-    AloneForward,
-    Chunk,
-    Decode,
-    Forward,
-    RaggedForward,
-    SeparateForward,
-)
+from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward
+from mlx_manager.mlx_server.execution.module.ragged import RaggedForward
+from mlx_manager.mlx_server.execution.module.separate import SeparateForward
 from mlx_manager.mlx_server.execution.select import choose
 from mlx_manager.mlx_server.utils.pressure import Pressure
 

@@ -26,16 +26,13 @@ from mlx_manager.mlx_server.devices.cpu.blocked import BlockedLinear
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize, chunk_of
 from mlx_manager.mlx_server.errors import ModelNotSupported
+from mlx_manager.mlx_server.execution.alone import AloneForward
 from mlx_manager.mlx_server.execution.attention.paged import Reading, Span
-from mlx_manager.mlx_server.execution.forward import (
-    AloneForward,
-    Chunk,
-    RaggedForward,
-    SeparateForward,
-    query_heads,
-    working_bytes,
-)
+from mlx_manager.mlx_server.execution.forward import Chunk
+from mlx_manager.mlx_server.execution.module.ragged import RaggedForward
+from mlx_manager.mlx_server.execution.module.separate import SeparateForward
 from mlx_manager.mlx_server.execution.select import choose
+from mlx_manager.mlx_server.execution.working import query_heads, working_bytes
 from mlx_manager.mlx_server.utils.memory import Ledger
 
 FUSED, RAGGED, SEPARATE, ALONE = "fused", "ragged", "separate", "alone"

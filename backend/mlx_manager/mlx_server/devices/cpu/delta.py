@@ -81,14 +81,12 @@ class ChunkedRule:
         Returns:
             (rows, tokens, value heads, value dim) of `q`'s type, and the state.
         """
-        tokens, on_cpu = q.shape[1], mx.default_device() == mx.cpu
-        if mask is not None or g.ndim == 4 or not (tokens > 1 or on_cpu):
+        if mask is not None or g.ndim == 4 or q.shape[1] == 1:
             return self.original(q, k, v, g, beta, state, mask)
         if state is None:
             state = mx.zeros((v.shape[0], *v.shape[2:], q.shape[3]))
-        if tokens == 1:
-            return one_token(q, k, v, g, beta, state)
-        return in_chunks(q, k, v, g, beta, state, ON_CPU if on_cpu else ON_GPU)
+        most = ON_CPU if mx.default_device() == mx.cpu else ON_GPU
+        return in_chunks(q, k, v, g, beta, state, most)
 
 
 def in_chunks(  # noqa: PLR0917
@@ -163,26 +161,6 @@ def inverse(a: mx.array) -> mx.array:
     for corner in rest:
         out = out - (out @ mx.where(corner, a, 0.0)) @ out
     return out
-
-
-def one_token(  # noqa: PLR0917
-    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
-) -> tuple[mx.array, mx.array]:
-    """Compute `ChunkedRule` for one token of each row, in float32.
-
-    The state is most of the memory traffic. It is multiplied by k and q at once, and written once;
-    mlx-lm's step goes through it five times.
-    """
-    heads = k.shape[2]
-    queries, keys, values = (x[:, 0].astype(mx.float32) for x in (q, k, v))
-    gates, betas = (x[:, 0, :, None].astype(mx.float32) for x in (g, beta))
-    if (shared := v.shape[2] // heads) > 1:
-        queries, keys = (mx.repeat(x, shared, axis=1) for x in (queries, keys))
-    said = mx.stack([keys, queries], axis=2) @ state.swapaxes(2, 3)
-    changes = (values - gates * said[:, :, 0]) * betas
-    y = gates * said[:, :, 1] + changes * mx.sum(keys * queries, axis=2, keepdims=True)
-    state = mx.addmm(state * gates[..., None], changes[..., None], keys[:, :, None])
-    return y[:, None].astype(q.dtype), state
 
 
 def compute_chunks(model: nn.Module) -> None:

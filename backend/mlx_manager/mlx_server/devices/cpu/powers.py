@@ -119,14 +119,9 @@ def attend_pages(
     return mx.sum(parts, axis=2) / mx.sum(sums, axis=2)
 
 
-def silu_of(x: mx.array) -> mx.array:
-    """Return `silu(x)`, float32."""
-    return x / (mx.power(2.0, x * -_LOG2_E) + 1.0)
-
-
 def gated_by(gate: mx.array, up: mx.array) -> mx.array:
     """Return `silu(gate) * up`, float32."""
-    return silu_of(gate) * up
+    return gate / (mx.power(2.0, gate * -_LOG2_E) + 1.0) * up
 
 
 def gelu_gated_by(gate: mx.array, up: mx.array) -> mx.array:

@@ -19,7 +19,6 @@ from mlx_manager.mlx_server.devices.attention import (
     Pools,
     Writer,
 )
-from mlx_manager.mlx_server.devices.cpu import room
 from mlx_manager.mlx_server.devices.cuda.mapped import send
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.devices.metal.order import IN_ORDER
@@ -111,8 +110,7 @@ class LayerStore:
 
     `keys` is (kv_heads, slots, key_dim) and `values` (kv_heads, slots, value_dim); page `p` is
     the slots `p * page_size` to `(p + 1) * page_size`. Heads come first so that a gathered row is
-    (kv_heads, tokens, dim) without another copy, and neighbouring pages are a plain slice. After
-    the slots of the `pages` that there are may come room for more.
+    (kv_heads, tokens, dim) without another copy, and neighbouring pages are a plain slice.
 
     Args:
         kernels: kernels that write to the pages on a GPU, and read them where there is one for
@@ -167,36 +165,28 @@ class LayerStore:
         store.arrays = arrays
         return store
 
-    @property
-    def room_bytes(self) -> int:
-        """Return the bytes of the arrays that belong to no page."""
-        return self.keys.nbytes + self.values.nbytes - self.bytes_of(self.pages)
-
     def bytes_of(self, pages: int) -> int:
         return pages * self.page_size * self.shape.token_bytes
 
-    def resize(self, pages: int, most: int = 0) -> bool:
+    def resize(self, pages: int) -> bool:
         """Change the number of pages, keeping the content of those that stay.
 
-        most: the most pages that there may ever be. Where room costs nothing, make room for them.
-
         Returns:
-            Whether the pages were copied; pages that there is room for are added without a copy.
-            A copy is evaluated at once, so that at most one layer exists twice at any moment.
+            Whether the pages were copied. A copy is evaluated at once, so that at most one layer
+            exists twice at any moment.
 
         Raises:
             RuntimeError: on a Mac, what was under way failed.
         """
-        grown, self.pages = pages >= self.pages, pages
-        slots = pages * self.page_size
-        if grown and slots <= self.keys.shape[1]:
+        if pages == self.pages:
             return False
+        self.pages = pages
+        slots = pages * self.page_size
         if min(slots, self.keys.shape[1]):
             # A step may be under way, whose writes a copy would miss.
             self._order.wait()
-        most_slots = max(slots, most * self.page_size) if room.is_free() else slots
-        self.keys = _resized(self.keys, slots, most_slots)
-        self.values = _resized(self.values, slots, most_slots)
+        self.keys = _resized(self.keys, slots)
+        self.values = _resized(self.values, slots)
         mx.eval(self.keys, self.values)
         return True
 
@@ -292,7 +282,7 @@ class LayerStore:
         return self._gather(self.keys, index), self._gather(self.values, index)
 
     def in_pages(self) -> tuple[mx.array, mx.array]:
-        """Return keys and values as views (kv_heads * pages, page_size, dim), room included."""
+        """Return keys and values as views (kv_heads * pages, page_size, dim)."""
         size, of = self.page_size, self.shape
         return self.keys.reshape(-1, size, of.key_dim), self.values.reshape(-1, size, of.value_dim)
 
@@ -320,16 +310,11 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield numbers[start], numbers[end - 1] + 1
 
 
-def _resized(pool: mx.array, slots: int, most: int) -> mx.array:
+def _resized(pool: mx.array, slots: int) -> mx.array:
     heads, have, dim = pool.shape
     # If nothing stays, do not slice the old array: a failed step may have left it in a state that
     # can never be computed.
     kept = min(slots, have)
-    if most > slots > 0:
-        fresh = room.blank((heads, most, dim), pool.dtype)
-        if kept:
-            fresh[:, :kept] = pool[:, :kept]
-        return fresh
     if not kept:
         return mx.zeros((heads, slots, dim), pool.dtype)
     if slots <= have:

@@ -32,7 +32,6 @@ class EngineMemory:
         limits: of the engine.
         size: what a step works on.
         ledger: asked before anything is taken.
-        in_place: whether pages are written in place.
         disturb: called when pages have been copied.
         busy: returns whether the engine has work.
 
@@ -48,7 +47,6 @@ class EngineMemory:
         size: StepSize,
         ledger: Ledger,
         *,
-        in_place: bool,
         disturb: Callable[[], None],
         busy: Callable[[], bool],
     ) -> None:
@@ -60,13 +58,12 @@ class EngineMemory:
         on_pages = sum(store.shape.token_bytes for store in forward.stores)
         self.pages = PageMemory(
             self.pool,
-            Stores(forward.stores, ledger, disturb),
+            Stores(forward.stores, disturb),
             pages,
             self.states,
             snapshots,
             page_bytes=limits.page_size * (on_pages + forward.token_bytes),
             ahead=bool(forward.horizon),
-            in_place=in_place,
         )
         self.snapshots = SnapshotMemory(forward, self.pool, snapshots)
         self.working = WorkingMemory(name, size, ledger)

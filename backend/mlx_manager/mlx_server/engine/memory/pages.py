@@ -8,8 +8,6 @@ from mlx_manager.mlx_server.engine.memory.line import Line
 from mlx_manager.mlx_server.engine.memory.states import StateMemory
 from mlx_manager.mlx_server.engine.memory.stores import Stores
 
-# Most tokens that room is made for where room costs nothing: slots are numbered by 32 bits.
-MOST_ROOM = 1 << 24
 # Fewest new pages, as a share of the pool, that are worth copying all pages for while cached pages
 # could be given up instead. On a GPU the copy takes 60 ms, and memory left over is of use to steps:
 # MLX's buffers of one size are of no use to another, and to free them takes 10 to 20 ms.
@@ -28,7 +26,6 @@ class PageMemory:
         kept: the line of what is kept for reuse besides pages.
         page_bytes: bytes of a page, in all layers.
         ahead: whether rows get pages many steps ahead.
-        in_place: whether pages are written in place, so that room for more saves copies.
     """
 
     def __init__(
@@ -41,7 +38,6 @@ class PageMemory:
         *,
         page_bytes: int,
         ahead: bool,
-        in_place: bool,
     ) -> None:
         self.pool = pool
         self.line = line
@@ -50,7 +46,6 @@ class PageMemory:
         self._ledger = line.ledger
         self._states = states
         self._kept = kept
-        self._in_place = in_place
         self._ahead = ahead
         self._device = devices.current()
 
@@ -81,14 +76,14 @@ class PageMemory:
     def shrink(self, most: int | None = None) -> None:
         """Remove the free pages at the end, `most` at most."""
         if self.pool.shrink(most):
-            self._resize(self.pool.size)
+            self._stores.resize(self.pool.size)
             self.line.record(self.pool.size * self.page_bytes)
 
     def drop_all(self) -> None:
         """Drop all pages, also those that the ledger granted and that were never made, if the step
         failed while making them."""
         self.pool.reset()
-        self._resize(0)
+        self._stores.resize(0)
         self.line.record(0)
 
     # -- more ----------------------------------------------------------------------------------
@@ -101,7 +96,7 @@ class PageMemory:
         """
         granted = self._granted(lacking, urgent=urgent)
         if granted:
-            self._resize(self.pool.size + granted)
+            self._stores.resize(self.pool.size + granted)
             self.pool.grow(granted)
         return granted > 0
 
@@ -142,8 +137,3 @@ class PageMemory:
     def _to_come(self) -> int:
         pages = self.pool.size * self.page_bytes
         return self._states.to_come(self._ledger.available() + pages)
-
-    def _resize(self, pages: int) -> None:
-        # Pages that are not written in place are copied, with whatever room there is.
-        most = min(self.attainable, MOST_ROOM // self.pool.page_size) if self._in_place else 0
-        self._stores.resize(pages, most)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
-from mlx_manager.mlx_server.utils.memory import Ledger
 
 
 class Stores:
@@ -13,25 +12,16 @@ class Stores:
 
     Args:
         stores: one a layer.
-        ledger: told of the room in the stores, which takes no memory.
         disturb: called when pages have been copied, which the step under way waits for.
     """
 
-    def __init__(
-        self, stores: Sequence[LayerStore], ledger: Ledger, disturb: Callable[[], None]
-    ) -> None:
+    def __init__(self, stores: Sequence[LayerStore], disturb: Callable[[], None]) -> None:
         self._stores = stores
-        self._ledger = ledger
         self._disturb = disturb
-        # Bytes of the arrays beyond their pages, which the ledger allows for.
-        self._room = 0
 
-    def resize(self, pages: int, most: int) -> None:
-        """Change the number of pages, with room for `most` where room costs nothing."""
-        self._ledger.note_peak()
-        copied = [store.resize(pages, most) for store in self._stores]
-        before, self._room = self._room, sum(store.room_bytes for store in self._stores)
-        self._ledger.allow_for(self._room - before)
+    def resize(self, pages: int) -> None:
+        """Change the number of pages."""
+        copied = [store.resize(pages) for store in self._stores]
         if any(copied):
             self._disturb()
 

@@ -14,12 +14,8 @@ from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.devices import table as devices
 from mlx_manager.mlx_server.devices.table import Device
 from mlx_manager.mlx_server.engine.scheduler.pace import StepLimits
-from mlx_manager.mlx_server.execution.forward import (
-    Forward,
-    query_heads,
-    vocabulary_of,
-    working_bytes,
-)
+from mlx_manager.mlx_server.execution.forward import Forward
+from mlx_manager.mlx_server.execution.working import query_heads, vocabulary_of, working_bytes
 from mlx_manager.mlx_server.utils.memory import Ledger, clear_cache
 
 # Fewest prompt tokens of a step for want of memory; with less memory there is too little.

@@ -14,7 +14,6 @@ padded. `StepPlan` says which tokens belong together.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -36,7 +35,6 @@ from mlx_manager.mlx_server.devices.attention import (
     QueryRun,
     Splits,
 )
-from mlx_manager.mlx_server.devices.cpu.lane import lane
 from mlx_manager.mlx_server.devices.cpu.powers import (
     LEAST_PAGE,
     attend_causal,
@@ -611,14 +609,10 @@ def attend(  # noqa: PLR0917
         if lacking:
             parts.append(mx.zeros((lacking, *parts[0].shape[1:]), queries.dtype))
     else:
-        parts = []
-        known = of_spans(plan)
-        for group in known.groups(window):
-            # A chunk beside rows attends in the lane. A load's checks, whose graphs must not use
-            # the lane, have no steps of rows and chunks.
-            stream = lane() if group.queries > 1 and known.spans[0].queries == 1 else nullcontext()
-            with stream:
-                parts.append(_attend_group(queries, group, store, scale, sinks, softcap))
+        parts = [
+            _attend_group(queries, group, store, scale, sinks, softcap)
+            for group in of_spans(plan).groups(window)
+        ]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 

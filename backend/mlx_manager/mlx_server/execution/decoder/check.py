@@ -17,9 +17,9 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_manager.mlx_server.devices.likeness import MARGIN, difference, distance, may_stray
+from mlx_manager.mlx_server.execution.caches import kept_in
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.layers import Step
-from mlx_manager.mlx_server.execution.forward import kept_in
 from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
 Pool = Sequence[mx.array]

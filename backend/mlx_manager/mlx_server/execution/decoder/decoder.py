@@ -57,7 +57,6 @@ from mlx_manager.mlx_server.execution.decoder.layers import (
     Step,
     Store,
 )
-from mlx_manager.mlx_server.execution.forward import RaggedStep
 from mlx_manager.mlx_server.execution.pieces import Pieces
 from mlx_manager.mlx_server.execution.spec.decoder import DecoderSpec
 from mlx_manager.mlx_server.execution.spec.layers import (
@@ -68,6 +67,7 @@ from mlx_manager.mlx_server.execution.spec.layers import (
     ShortConvSpec,
 )
 from mlx_manager.mlx_server.execution.spec.parts import NotFusable
+from mlx_manager.mlx_server.execution.step import RaggedStep
 
 A = TypeVar("A", AttentionSpec, MLASpec, DeltaSpec, ShortConvSpec)
 K = TypeVar("K")

@@ -19,20 +19,14 @@ from mlx_manager.mlx_server.devices.states import StateStore
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.execution.attention.paged import Span
+from mlx_manager.mlx_server.execution.base import OnPages, order_after
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.layers import Step, Store
-from mlx_manager.mlx_server.execution.forward import (
-    Chunk,
-    Decode,
-    OnPages,
-    Prefixes,
-    RaggedStep,
-    Snapshot,
-    order_after,
-)
+from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Prefixes, Snapshot
 from mlx_manager.mlx_server.execution.pieces import Pieces
 from mlx_manager.mlx_server.execution.running import HORIZON, ROWS, DeviceBatch, Running
 from mlx_manager.mlx_server.execution.slots import Slots
+from mlx_manager.mlx_server.execution.step import RaggedStep
 from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
 # A step with prompts in it has a multiple of so many tokens. The sizes are few, and MLX reuses the

@@ -19,21 +19,15 @@ from mlx_manager.mlx_server.devices.attention import AttentionShape
 from mlx_manager.mlx_server.devices.cpu.lane import has_lane, in_halves
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.execution.attention.paged import StepPlan, attend
+from mlx_manager.mlx_server.execution.base import ABREAST_ON_CPU, OnPages, shortest_first
 from mlx_manager.mlx_server.execution.decoder.layers import Block
-from mlx_manager.mlx_server.execution.forward import (
-    ABREAST_ON_CPU,
-    Chunk,
-    Decode,
-    NotApplicable,
-    OnPages,
-    RaggedStep,
-    shortest_first,
-)
+from mlx_manager.mlx_server.execution.forward import Chunk, Decode, NotApplicable
 from mlx_manager.mlx_server.execution.spec.decoder import DecoderSpec
 from mlx_manager.mlx_server.execution.spec.layers import AttentionSpec, QueryScaling
 from mlx_manager.mlx_server.execution.spec.mlps import MLPSpec
 from mlx_manager.mlx_server.execution.spec.parts import NotFusable
 from mlx_manager.mlx_server.execution.spec.rotation import Rotation
+from mlx_manager.mlx_server.execution.step import RaggedStep
 
 ByParts = Callable[..., mx.array]
 """Function that computes rows in halves, as `in_halves`, or all at once."""

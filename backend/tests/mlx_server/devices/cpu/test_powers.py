@@ -15,6 +15,7 @@ from mlx_manager.mlx_server.devices.cpu.powers import (
     attend_pages,
     attend_rows,
     block_of,
+    gated_by,
     gelu_gated_by,
 )
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore, Numbers
@@ -128,3 +129,11 @@ def test_a_gelu_is_mlx_s_own_for_any_gate() -> None:
     found, own = np.array(gelu_gated_by(gate, up)), np.array(nn.gelu_approx(gate) * up)
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found, own, rtol=1e-5, atol=1e-6)
+
+
+def test_a_silu_of_any_gate_is_a_number() -> None:
+    x = mx.array([-3e38, -1e4, -200.0, -88.0, -0.0, 0.0, 88.0, 200.0, 1e4, 3e38])
+    exact = np.array(x, np.float64) / (1 + np.exp(np.clip(-np.array(x, np.float64), None, 700)))
+    found = np.array(gated_by(x, mx.full(x.shape, 0.5)))
+    np.testing.assert_allclose(found, exact / 2, rtol=1e-6, atol=1e-30)
+    assert mx.isnan(gated_by(mx.array([mx.nan]), mx.ones(1))).item()

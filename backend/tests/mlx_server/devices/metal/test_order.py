@@ -19,7 +19,9 @@ from mlx_manager.mlx_server.devices.attention import KernelSet
 from mlx_manager.mlx_server.execution.attention.paged import Reading
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.forward import FusedForward
-from mlx_manager.mlx_server.execution.forward import Forward, RaggedForward, SeparateForward
+from mlx_manager.mlx_server.execution.forward import Forward
+from mlx_manager.mlx_server.execution.module.ragged import RaggedForward
+from mlx_manager.mlx_server.execution.module.separate import SeparateForward
 
 PAGE = 16
 # Pages are added so few at a time that they often are.

@@ -39,7 +39,8 @@ from mlx_manager.mlx_server.execution.decoder.check import CHECKED_ROWS, check
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.layers import Step
 from mlx_manager.mlx_server.execution.decoder.projections import MOST_PACKED
-from mlx_manager.mlx_server.execution.forward import Chunk, Decode, RaggedStep
+from mlx_manager.mlx_server.execution.forward import Chunk, Decode
+from mlx_manager.mlx_server.execution.step import RaggedStep
 from mlx_manager.mlx_server.models.loading.weights import convert, forms_of
 
 PAGE = 16

@@ -55,7 +55,7 @@ def test_the_module_keeps_working_and_nothing_exists_twice() -> None:
 def test_steps_of_rows_and_a_chunk_that_are_put_together_ahead_write_their_pages_in_place() -> None:
     forward = join(make("llama", {}), PAGE)
     for store in forward.stores:
-        store.resize(60, most=100)
+        store.resize(60)
     pages = [array for store in forward.stores for array in (store.keys, store.values)]
     begin = [address(array) for array in pages]
     del pages
@@ -82,7 +82,7 @@ def test_a_prompt_in_two_halves_gives_the_same_logits(kind: str) -> None:
     logits = []
     for forward in forwards:
         for store in forward.stores:
-            store.resize(60, most=100)
+            store.resize(60)
         rows = [PageTable([row]) for row in range(2)]
         prompts = [PageTable(range(2, 21)), PageTable(range(21, 40))]
         chunks = [

@@ -17,7 +17,8 @@ from mlx_manager.mlx_server.execution.attention.latent_chunks import meeting_of
 from mlx_manager.mlx_server.execution.attention.paged import Span
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.forward import whole
-from mlx_manager.mlx_server.execution.forward import Chunk, Decode, RaggedStep
+from mlx_manager.mlx_server.execution.forward import Chunk, Decode
+from mlx_manager.mlx_server.execution.step import RaggedStep
 
 PAGE = 16
 SIZES = {

@@ -24,13 +24,9 @@ from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.execution import compiled, running
 from mlx_manager.mlx_server.execution.attention.paged import Span
 from mlx_manager.mlx_server.execution.compiled import STEPS_BEFORE_COMPILING, Kinds
-from mlx_manager.mlx_server.execution.forward import (
-    Chunk,
-    Decode,
-    Forward,
-    RaggedForward,
-    SeparateForward,
-)
+from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward
+from mlx_manager.mlx_server.execution.module.ragged import RaggedForward
+from mlx_manager.mlx_server.execution.module.separate import SeparateForward
 from mlx_manager.mlx_server.execution.running import padded_rows
 from mlx_manager.mlx_server.execution.select import choose
 

@@ -1,0 +1,73 @@
+"""Each row by itself over mlx-lm's own caches: for models whose caches cannot be batched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any, ClassVar
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_manager.mlx_server.execution.base import Plain
+from mlx_manager.mlx_server.execution.caches import bytes_of, filled, kept_in
+from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Prefixes, Snapshot
+
+
+class AloneForward(Plain):
+    """Forward that runs each row by itself, over mlx-lm's own caches."""
+
+    kind: ClassVar[str] = "alone"
+    prefixes: Prefixes = "copy"
+    attends_whole: bool = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._own: dict[int, list[Any]] = {}
+        self.stores = []
+        # Caches grow by `KVCache.step` tokens at a time. Windows, whose caches stop growing, are
+        # not taken into account.
+        few, more = (sum(map(bytes_of, filled(model, n * KVCache.step))) for n in (1, 2))
+        self.token_bytes = -(-(more - few) // KVCache.step)
+        self.row_bytes = few
+
+    def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        return list(range(len(keys)))
+
+    def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        logits = []
+        if decode:
+            for i, key in enumerate(decode.keys):
+                logits.append(self._row(key, decode.tokens[i : i + 1][None]))
+        for chunk in chunks:
+            out = self._row(chunk.key, mx.array([chunk.tokens], mx.int32))
+            if chunk.every:
+                logits.append(out)
+            elif chunk.final:
+                logits.append(out[-1:])
+        return mx.concatenate(logits) if logits else mx.zeros((1, 1))
+
+    def forget(self, key: int) -> None:
+        self._own.pop(key, None)
+
+    def state(self) -> list[mx.array]:
+        return [array for own in self._own.values() for array in kept_in(own)]
+
+    def snapshot(self, key: int) -> Snapshot | None:
+        own = self._own.get(key)
+        if own is None:
+            return None
+        # Copies of arrays share their content until one of them is written into.
+        kept = deepcopy(own)
+        return Snapshot([[*kept_in(kept)]], kept)
+
+    def restore(self, key: int, snapshot: Snapshot) -> None:
+        self._own[key] = deepcopy(list(snapshot.caches))
+
+    def _row(self, key: int, tokens: mx.array) -> mx.array:
+        own = self._own.get(key)
+        if own is None:
+            own = self._own[key] = make_prompt_cache(self._model)
+        logits: mx.array = self._model(tokens, cache=own)[0]
+        return logits

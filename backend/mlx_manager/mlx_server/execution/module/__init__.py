@@ -1,0 +1,1 @@
+"""mlx-lm's module of a model over our pages."""

@@ -1,0 +1,84 @@
+"""Logits of the tokens that are wanted, and of no others.
+
+mlx-lm's models are a body that gives hidden states and a head that gives logits, with no seam
+between them, and a vocabulary of 128 000 costs more than a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+
+def as_it_is(hidden: mx.array) -> mx.array:
+    return hidden
+
+
+class HiddenSelection:
+    """Selection of the tokens whose logits are wanted, before the output projection.
+
+    The model's body is replaced by one of a subclass, which has the same parts and selects hidden
+    states for the head. Models without a recognisable body compute all logits, and the selection is
+    made afterwards.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._select: Callable[[mx.array], mx.array] | None = None
+        place = _place_of_body(model)
+        if place is not None:
+            parent, name = place
+            parent[name] = _selecting(parent[name], self)
+
+    def logits(
+        self,
+        model: nn.Module,
+        caches: Sequence[Any],
+        tokens: mx.array,
+        select: Callable[[mx.array], mx.array] = as_it_is,
+    ) -> mx.array:
+        """Return logits of `model`, (rows, vocabulary), of the tokens that `select` picks out of
+        (batch, tokens, …)."""
+        self._select = select
+        # If the body is none of the model's own, nothing has been selected yet.
+        logits = self.selected(model(tokens, cache=caches))
+        return logits[:, -1] if logits.shape[1] == 1 else logits.reshape(-1, logits.shape[-1])
+
+    def selected(self, hidden: mx.array) -> mx.array:
+        """Return what the pass under way selects of `hidden`, all of it after the first time."""
+        select, self._select = self._select, None
+        return hidden if select is None else select(hidden)
+
+
+def _selecting(body: nn.Module, selection: HiddenSelection) -> nn.Module:
+    """Return a module with the parts of `body` whose results `selection` selects from."""
+    base = type(body)
+    origin = getattr(base, "selects_from", base)
+
+    class Selecting(origin):  # type: ignore[misc, valid-type]
+        selects_from = origin
+        __module__ = origin.__module__
+
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.__dict__.update(vars(body))
+            for name, part in body.items():
+                self[name] = part
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return selection.selected(super().__call__(*args, **kwargs))
+
+    return Selecting()
+
+
+def _place_of_body(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """Return the module that holds the body, and the body's name in it: every family calls it
+    `model`, `transformer` or `backbone`. None if there is no module of such a name."""
+    while "language_model" in model.children():
+        model = model["language_model"]
+    for name in ("model", "transformer", "backbone"):
+        if name in model.children():
+            return model, name
+    return None

@@ -1,0 +1,80 @@
+"""Common part of both ways of running mlx-lm's module over pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_manager.mlx_server.devices.attention import KernelSet
+from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+from mlx_manager.mlx_server.execution import caches
+from mlx_manager.mlx_server.execution.attention.paged import Pass, Reading, route
+from mlx_manager.mlx_server.execution.base import Plain
+from mlx_manager.mlx_server.execution.compiled import Compile
+from mlx_manager.mlx_server.execution.module.hidden import HiddenSelection
+from mlx_manager.mlx_server.execution.module.steps import ModuleSteps, serves
+
+GATHERING = (Reading.GATHERED, Reading.GROUPED)
+
+
+class OverPages(Plain):
+    """mlx-lm's module with pages in place of the caches of keys and values.
+
+    kernels: those that write to the pages on a GPU, and read them where the module attends over
+    pages. compile: compiles steps of running rows alone.
+
+    Raises:
+        NotApplicable: a cache is of a kind that cannot be batched.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        page_size: int,
+        reading: Reading,
+        kernels: KernelSet | None = None,
+        compile: Compile = mx.compile,
+    ) -> None:
+        self._model = model
+        self._page_size = page_size
+        self._compile = compile
+        self._pass = Pass()
+        self._selection = HiddenSelection(model)
+        self.looks_ahead = kernels is not None
+        if kernels is not None:
+            self.order_of_launches = kernels.order
+        self.attends_whole = reading in GATHERING
+
+        def store(shape: LayerShape) -> LayerStore:
+            return LayerStore(shape, page_size, kernels, gathered=self.attends_whole)
+
+        shapes = caches.shapes_of(model)
+        self._shared = caches.paged(make_prompt_cache(model), shapes, store, self._pass, reading)
+        self.layers = caches.layers_of(self._shared)
+        self.stores = [layer.store for layer in self.layers]
+        self.rows: ModuleSteps | None = None
+        route(model)
+
+    def _steps(self, of: Sequence[Any], size: Callable[[int], int]) -> ModuleSteps | None:
+        """Return the steps of rows alone over the caches `of`, if kernels read all pages; None
+        otherwise. size: returns the number that so many rows are padded to."""
+        if not (self.looks_ahead and serves(self.layers)):
+            return None
+        call = partial(self._selection.logits, self._model, of)
+        states = caches.unpaged(of)
+        return ModuleSteps(
+            call, self.layers, states, self._pass, self._page_size, self._compile, size
+        )
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self.rows is not None:
+            self.rows.pause()
+
+    def state(self) -> list[mx.array]:
+        return self._pages() + ([] if self.rows is None else self.rows.state())
