@@ -33,6 +33,7 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
 from mlx_manager.mlx_server.devices.cpu.delta import ChunkedRule
+from mlx_manager.mlx_server.engine.stream import events_of
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.execution.decoder.packed import multiplies_packed
 from mlx_manager.mlx_server.models.catalog import ModelSource
@@ -166,7 +167,7 @@ class OurEngine:
         )
         trace = trace or Trace()
         trace.started = time.perf_counter()
-        async for events in self.backend.generate(request):
+        async for events in events_of(self.backend, request):
             now = time.perf_counter()
             for event in events:
                 match event:

@@ -23,6 +23,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -30,13 +31,13 @@ import mlx.core as mx
 from mlx import nn
 
 from mlx_manager.mlx_server.config import EngineLimits
-from mlx_manager.mlx_server.core import Sampling
+from mlx_manager.mlx_server.core import Event, Sampling
 from mlx_manager.mlx_server.devices.attention import AttentionShape, KernelSet, splits
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
-from mlx_manager.mlx_server.engine.stream import EventStream
+from mlx_manager.mlx_server.engine.stream import LoopRow
 from mlx_manager.mlx_server.engine.text_engine import TextEngine
 from mlx_manager.mlx_server.execution.attention.paged import Reading
 from mlx_manager.mlx_server.execution.compiled import Compile
@@ -259,14 +260,12 @@ async def steps(runs: Forward, rows: int, count: int, temperature: float) -> lis
     )
     got = [0] * rows
 
-    async def read(row: int, stream: EventStream) -> None:
-        async for events in stream:
-            got[row] += len(events)
+    def count_events(row: int, events: list[Event], tokens: int) -> None:
+        got[row] += len(events)
 
-    readers = []
     for row in range(rows):
         prompt = [(7 * row + i) % VOCABULARY for i in range(PROMPT)]
-        stream = EventStream(asyncio.get_running_loop())
+        stream = LoopRow(partial(count_events, row))
         sampling = Sampling(temperature=temperature)
         sequence = Sequence(
             prompt,
@@ -278,14 +277,11 @@ async def steps(runs: Forward, rows: int, count: int, temperature: float) -> lis
             stream=stream,
         )
         engine.submit(sequence)
-        readers.append(asyncio.create_task(read(row, stream)))
     for _ in range(WARM):
         engine.step()
         await asyncio.sleep(0)
     found = await timed(engine, count)
     assert min(got) >= count
-    for reader in readers:
-        reader.cancel()
     return found
 
 

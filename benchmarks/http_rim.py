@@ -32,15 +32,15 @@ from mlx_manager.mlx_server.api.http.listener import configuration
 from mlx_manager.mlx_server.config import DEMO_MODEL, MLXServerSettings
 from mlx_manager.mlx_server.core import (
     NO_OVERLAY,
-    Event,
     Finished,
     GenerationRequest,
     Overlay,
+    Push,
     Started,
     TextDelta,
     Usage,
 )
-from mlx_manager.mlx_server.engine.stream import EventStream, Outbox
+from mlx_manager.mlx_server.engine.stream import LoopRow, Outbox
 from mlx_manager.mlx_server.main import create_app
 from servers import free_port
 
@@ -54,6 +54,8 @@ BODIES = {
 }
 BESIDE = {"chat/completions": 3, "completions": 2, "messages": 5, "responses": 8}
 """Events of an answer that are no token's."""
+READING = 4
+"""Turns of the event loop in which a step is read that has not been written at once."""
 
 
 @dataclass
@@ -64,44 +66,44 @@ class StandInEngine:
     streams: int
     tokens: int
     pause: float = 0.0
-    waiting: list[EventStream] = field(default_factory=list)
+    waiting: list[LoopRow] = field(default_factory=list)
     first: float = 0.0
     spent: list[float] = field(default_factory=list)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Event]]:
-        stream = EventStream(asyncio.get_running_loop())
+    async def generate(self, request: GenerationRequest, push: Push) -> None:
+        row = LoopRow(push)
         if not self.waiting:
             self.first = time.perf_counter()
-        self.waiting.append(stream)
+        self.waiting.append(row)
         if len(self.waiting) == self.streams:
             within = 1e3 * (time.perf_counter() - self.first)
             print(f"{self.streams} requests are with the engine within {within:.1f} ms", flush=True)
-            streams, self.waiting = self.waiting, []
-            self.task = asyncio.create_task(self._run(streams))
-        async for events in stream:
-            yield events
+            rows, self.waiting = self.waiting, []
+            self.task = asyncio.create_task(self._run(rows))
+        await row.over(lambda: None)
 
-    async def _run(self, streams: list[EventStream]) -> None:
+    async def _run(self, rows: list[LoopRow]) -> None:
         outbox = Outbox()
-        for stream in streams:
-            outbox.put(stream, [Started(8, shortcut=stream.shorten)])
-        await _delivered(outbox, streams)
+        for row in rows:
+            outbox.put(row, [Started(8)])
+        await _delivered(outbox)
         began = time.process_time()
         for step in range(self.tokens):
-            for index, stream in enumerate(streams):
-                outbox.put(stream, [TextDelta(PIECES[(step + index) % len(PIECES)])])
-            await _delivered(outbox, streams, self.pause)
+            for index, row in enumerate(rows):
+                outbox.put(row, [TextDelta(PIECES[(step + index) % len(PIECES)])])
+            await _delivered(outbox, self.pause)
         self.spent.append((time.process_time() - began) / (self.tokens * self.streams))
         print(f"{1e6 * self.spent[-1]:.2f} us of the server's processor time a token", flush=True)
-        for stream in streams:
-            outbox.put(stream, [Finished("length", Usage(8, self.tokens))])
+        for row in rows:
+            outbox.put(row, [Finished("length", Usage(8, self.tokens))])
         outbox.flush()
 
 
-async def _delivered(outbox: Outbox, streams: list[EventStream], pause: float = 0.0) -> None:
+async def _delivered(outbox: Outbox, pause: float = 0.0) -> None:
+    """Deliver a step. Whoever reads it, where it is not written at once, does so meanwhile."""
     outbox.flush()
     await asyncio.sleep(pause)
-    while any(stream._events for stream in streams):  # noqa: ASYNC110 readers run meanwhile
+    for _ in range(READING):
         await asyncio.sleep(0)
 
 

@@ -49,6 +49,7 @@ from mlx_manager.mlx_server.core import (
     Text,
     TextDelta,
 )
+from mlx_manager.mlx_server.engine.stream import events_of
 from mlx_manager.mlx_server.main import open_pool
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.services.inference import ModelPool
@@ -161,7 +162,7 @@ async def stream(pool: ModelPool, model: str, number: int, moments: list[float])
         StopRules(ignore_eos=True),
     )
     async with pool.lease(model) as lease:
-        async for events in lease.backend.generate(request):
+        async for events in events_of(lease.backend, request):
             if any(isinstance(event, TextDelta) for event in events):
                 moments.append(time.perf_counter())
 
@@ -197,8 +198,7 @@ async def answer_in_json(pool: ModelPool, model: str) -> None:
         constraint=JsonObject(),
     )
     async with pool.lease(model) as lease:
-        async for _ in lease.backend.generate(request):
-            pass
+        await lease.backend.generate(request, lambda events, tokens: None)
 
 
 async def loaded_beside(settings: MLXServerSettings, arriving: str, streams: int) -> Run:

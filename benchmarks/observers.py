@@ -1,9 +1,9 @@
 """What watching costs: streams of the embedded model, in process, unwatched and watched.
 
-Watched means what a server always does (a record of each call for metrics, audit log and access
-line), and the same with spans for OpenTelemetry, which a processor throws away. The engine's own
-counting can't be left out. The last lines are what each takes by itself for one step of all
-streams, against that step; a busy machine does not blur them.
+Watched means what a server always does with the timeline of each call (metrics, audit log and
+access line), and the same with spans for OpenTelemetry, which a processor throws away. The timeline
+and the engine's own counting can't be left out. The last lines are what each takes by itself for
+one step of all streams, against that step; a busy machine does not blur them.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ from opentelemetry.sdk.trace import TracerProvider
 from harness import interleave, parser, print_report, ratio
 from mlx_manager.mlx_server.config import AuditLimits, MLXServerSettings
 from mlx_manager.mlx_server.core import (
-    Finished,
     GenerationRequest,
-    Progress,
     Sampling,
     Started,
     StopRules,
     Text,
     TextDelta,
-    Usage,
 )
 from mlx_manager.mlx_server.engine.statistics import Statistics
+from mlx_manager.mlx_server.engine.stream import UNREAD
 from mlx_manager.mlx_server.main import open_pool
 from mlx_manager.mlx_server.observability.metrics import Metrics
-from mlx_manager.mlx_server.observability.observer import Observer
-from mlx_manager.mlx_server.observability.records import Recorder
+from mlx_manager.mlx_server.observability.observer import Observer, Recorder
 from mlx_manager.mlx_server.observability.tracing import SpanTracer
 from mlx_manager.mlx_server.services.audit import AuditLog
 from mlx_manager.mlx_server.services.inference import Inference, ModelPool
+from mlx_manager.mlx_server.timeline import Timeline
 
 MODEL = "mlx-manager/demo"
 STEPS = 20_000
@@ -75,8 +73,7 @@ class Crowd:
             StopRules(ignore_eos=True),
             self._tokens,
         )
-        async for _ in Inference(self._pool, observers).generate([request]):
-            pass
+        await Inference(self._pool, observers).generate([request]).run(UNREAD)
 
 
 def statistics_seconds(rows: int) -> float:
@@ -91,18 +88,14 @@ def statistics_seconds(rows: int) -> float:
     return (time.process_time() - start) / STEPS
 
 
-def observer_seconds(observer: Observer, rows: int) -> float:
-    """What an observer takes in one step of so many calls of one row."""
-    text: Progress = [(0, [TextDelta("text")])]
-    with observer.observe([GenerationRequest(MODEL, Text("x"))]) as observation:
-        observation.leased()
-        observation.add([(0, [Started(1)])])
-        start = time.process_time()
-        for _ in range(STEPS):
-            observation.add(text)
-        seconds = time.process_time() - start
-        observation.add([(0, [Finished("stop", Usage(1, 1))])])
-    return rows * seconds / STEPS
+def timeline_seconds(rows: int) -> float:
+    """What a timeline takes in one step of so many calls of one row."""
+    timeline, text = Timeline.of([GenerationRequest(MODEL, Text("x"))]), [TextDelta("text")]
+    timeline.follow(0, [Started(1)], 1)
+    start = time.process_time()
+    for tokens in range(STEPS):
+        timeline.follow(0, text, tokens)
+    return rows * (time.process_time() - start) / STEPS
 
 
 def main() -> None:
@@ -113,7 +106,7 @@ def main() -> None:
     with asyncio.Runner() as loop:
         opened = open_pool(MLXServerSettings())
         pool = loop.run(opened.__aenter__())
-        metrics = Metrics(pool.figures)
+        metrics = Metrics(pool.figures, pool.offers)
         with closing(AuditLog(AuditLimits(), metrics.count_lost_records)) as audit:
             recorder = Recorder((metrics.count_call, audit.put))
             tracer = SpanTracer(TracerProvider().get_tracer("benchmark"))
@@ -126,8 +119,7 @@ def main() -> None:
             runs = interleave(sides, options.rounds)
             alone = {
                 "the engine's statistics": statistics_seconds(options.streams),
-                "the record": observer_seconds(recorder, options.streams),
-                "the spans": observer_seconds(tracer, options.streams),
+                "the timeline": timeline_seconds(options.streams),
             }
         loop.run(opened.__aexit__(None, None, None))
     plain = runs["unwatched"]

@@ -126,7 +126,6 @@ async def _timed(pool: ModelPoolManager) -> list[float]:
                 max_tokens=1,
             )
             begun = perf_counter()
-            async for _ in model.backend.generate(request):
-                pass
+            await model.backend.generate(request, lambda events, tokens: None)
             taken.append(perf_counter() - begun)
     return taken

@@ -19,7 +19,9 @@ TREES = {
     for path in sorted(SERVER.rglob("*.py"))
 }
 
-LEAVES = {"address", "core", "errors", "config", "limits", "settings"}
+LEAVES = {
+    *("address", "core", "errors", "config", "limits", "settings", "timeline", "defaults"),
+}
 FOUNDATION = LEAVES | {"formats", "utils"}
 MAY_IMPORT = {
     "address": set(),
@@ -28,6 +30,8 @@ MAY_IMPORT = {
     "config": {"address", "settings"},
     "limits": set(),
     "settings": set(),
+    "timeline": {"core"},
+    "defaults": {"core"},
     "formats": set(),
     "utils": LEAVES,
     "observability": LEAVES,
@@ -52,12 +56,12 @@ MAY_IMPORT = {
     "workers": FOUNDATION | {"models", "stream"},
     "pool": FOUNDATION | {"models", "workers"},
     # Its two doors for scripts (`generate_chat_completion`) take and give wire types.
-    "services": FOUNDATION | {"models", "observability", "pool", "protocols", "schemas"},
-    "api": LEAVES | {"services", "protocols", "schemas", "observability"},
+    "services": FOUNDATION | {"models", "observability", "pool", "protocols", "schemas", "stream"},
+    "api": LEAVES | {"services", "protocols", "schemas", "observability", "stream"},
 }
 """Besides itself; `main` composes and may import all. Nobody imports `api` or `main`."""
 ROOMS = {
-    **{f"workers/{name}.py": "inside" for name in ("host", "memory", "model", "wire")},
+    **{f"workers/{name}.py": "inside" for name in ("host", "memory", "model", "rows")},
     **{
         f"models/{name}.py": "pool"
         for name in ("grants", "loads", "policy", "pool", "residents", "status")

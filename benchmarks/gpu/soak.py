@@ -26,6 +26,7 @@ from side import prompts_of  # noqa: E402
 from engines import OurEngine  # noqa: E402
 from mlx_manager.mlx_server.config import PoolLimits  # noqa: E402
 from mlx_manager.mlx_server.core import GenerationRequest, Sampling, StopRules, Tokens  # noqa: E402
+from mlx_manager.mlx_server.engine.stream import events_of  # noqa: E402
 
 CALLERS = 48
 
@@ -47,7 +48,7 @@ async def caller(engine: OurEngine, number: int, steps: int) -> int:
         )
         hangs_up_after = dice.choice([None, None, None, dice.randint(0, 40)])
         pieces = 0
-        async with aclosing(engine.backend.generate(request)) as events:
+        async with aclosing(events_of(engine.backend, request)) as events:
             async for _ in events:
                 pieces += 1
                 if pieces == hangs_up_after:

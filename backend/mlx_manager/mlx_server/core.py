@@ -8,8 +8,8 @@ so that every other module may depend on it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 Kind = Literal["text", "embedding", "reranker"]
@@ -41,13 +41,6 @@ class Message:
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
-
-    @property
-    def size(self) -> int:
-        """Characters of the message, its calls included."""
-        calls = [text for call in self.tool_calls for text in (call.id, call.name, call.arguments)]
-        others = [text or "" for text in (self.name, self.reasoning, self.tool_call_id)]
-        return sum(map(len, [self.content, *others, *calls]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +98,6 @@ class Conversation:
         """True if the model is told of tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    @property
-    def size(self) -> int:
-        """Characters of all messages."""
-        return sum(message.size for message in self.messages)
-
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -123,11 +111,6 @@ class Text:
     text: str
     suffix: str = ""
 
-    @property
-    def size(self) -> int:
-        """Characters of the text and the suffix."""
-        return len(self.text) + len(self.suffix)
-
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
@@ -136,11 +119,6 @@ class Tokens:
     param: ClassVar[str] = "prompt"
 
     ids: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of tokens."""
-        return len(self.ids)
 
 
 Prompt = Conversation | Text | Tokens
@@ -170,17 +148,6 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     silent: frozenset[str] = field(default=frozenset(), compare=False)
-
-    @staticmethod
-    def asked(**fields: Any) -> Sampling:
-        """Return the sampling of a request; fields that are None are left open."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        return Sampling(**given, silent=SAMPLING_DEFAULTS - given.keys())
-
-    def filled(self, defaults: Mapping[str, float]) -> Sampling:
-        """Return the sampling with `defaults` in the fields that are open, and close these."""
-        wanted: dict[str, Any] = {n: value for n, value in defaults.items() if n in self.silent}
-        return replace(self, **wanted, silent=self.silent - wanted.keys())
 
 
 SAMPLING_DEFAULTS = frozenset(
@@ -321,26 +288,6 @@ class Overlay:
     thinking_budget: int | None = None
     context_length: int | None = None
 
-    def prompt(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with the system text and the template's arguments."""
-        if not isinstance(prompt, Conversation) or not (self.system or self.template_args):
-            return prompt
-        messages = prompt.messages
-        if self.system:
-            messages = (Message("system", self.system), *messages)
-        arguments = {**self.template_args, **prompt.template_args}
-        return replace(prompt, messages=messages, template_args=arguments)
-
-    def request(self, request: GenerationRequest, prompt: Prompt) -> GenerationRequest:
-        """Return the request with `prompt`, the defaults and the limit of the context."""
-        budget = request.thinking_budget
-        return replace(
-            request,
-            prompt=prompt,
-            thinking_budget=self.thinking_budget if budget is None else budget,
-            context_length=self.context_length,
-        )
-
 
 NO_OVERLAY = Overlay()
 
@@ -418,14 +365,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The start of a row's prefill. This event is alone in its list of events.
+    """The start of a row's prefill. This event is pushed alone.
 
     A row whose answer takes no processing has no such event.
     """
-
-
-def the_long_way(take: Taker) -> None:
-    """Ignore `take`: events come by the iterator only. The default of `Started.shortcut`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,11 +378,6 @@ class Started:
     kept_tokens: tokens of the prompt that are new in the prefix cache.
     unheld: names of the request's demands on the answer's form that are not enforced.
     queued, prefill: seconds before the prefill, and of the prefill.
-    drawn: returns the number of the answer's tokens so far, delivered or not; on any thread.
-    shortcut: sets the function that takes the events between this one and `Finished` whenever the
-    iterator's reader waits; called in the event loop. These events bypass all layers that pass the
-    iterator's events on, since they concern none of them. The function returns whether it has taken
-    the events; if not, the iterator yields them next.
     """
 
     prompt_tokens: int
@@ -448,8 +386,6 @@ class Started:
     unheld: tuple[str, ...] = ()
     queued: float = field(default=0.0, compare=False)
     prefill: float = field(default=0.0, compare=False)
-    drawn: Callable[[], int] = field(default=int, compare=False, repr=False)
-    shortcut: Callable[[Taker], None] = field(default=the_long_way, compare=False, repr=False)
     kept_tokens: int = 0
 
 
@@ -498,8 +434,9 @@ class Finished:
 
 Event = Admitted | Started | TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta | Finished
 
-Taker = Callable[[list[Event]], bool]
-"""Function that takes events at once and returns True; False if it can't take them now."""
+Push = Callable[[list[Event], int], None]
+"""Function that takes the events of one step of a row, and the number of tokens that have been
+drawn for its answer so far. It is called in the event loop and does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,11 +497,11 @@ class TokenizerInfo:
 class Backend(Protocol):
     """A loaded model that answers requests."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[list[Event]]:
-        """Yield the answer's events, a list for each step that had any, `Finished` last.
+    async def generate(self, request: GenerationRequest, push: Push) -> None:
+        """Answer the request: push the events of each step that has any, `Finished` last.
 
-        Closing the iterator (`aclose`) cancels the request in any state: waiting, between prefill
-        chunks, or at the next decode step.
+        Cancelling the call cancels the request in any state: waiting, between prefill chunks, or at
+        the next decode step.
 
         Raises:
             MLXManagerError: any failure of this request, from `errors`.

@@ -14,6 +14,7 @@ from here import start_here
 
 from mlx_manager.mlx_server.config import CatalogSources, MLXServerSettings, PoolLimits
 from mlx_manager.mlx_server.core import Event, GenerationRequest, Sampling, Text, TextDelta
+from mlx_manager.mlx_server.engine.stream import events_of
 from mlx_manager.mlx_server.models.catalog import Catalog
 from mlx_manager.mlx_server.models.loads import Start
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
@@ -88,7 +89,7 @@ def request(model: str, prompt: str = "hello", tokens: int = 8) -> GenerationReq
 async def answer(pool: ModelPoolManager, model: str, tokens: int = 8) -> str:
     async with pool.lease(model) as lease:
         events: list[Event] = []
-        async for step in lease.backend.generate(request(lease.id, tokens=tokens)):
+        async for step in events_of(lease.backend, request(lease.id, tokens=tokens)):
             events += step
     return "".join(event.text for event in events if isinstance(event, TextDelta))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from mlx_manager.mlx_server.core import (
     Kind,
     Overlay,
     Prompt,
+    Push,
     RerankRequest,
     RowStatus,
     Started,
@@ -33,7 +34,7 @@ from mlx_manager.mlx_server.core import (
 from mlx_manager.mlx_server.errors import MLXManagerError, ModelNotFound
 from mlx_manager.mlx_server.models.status import ModelStatus
 
-Step = list[Event] | MLXManagerError | Exception | asyncio.Event
+Step = list[Event] | MLXManagerError | Exception | asyncio.Event | int
 Script = Callable[[GenerationRequest], Iterable[Step]]
 
 MODEL = "mlx-manager/demo"
@@ -51,7 +52,8 @@ def says(*pieces: str, reason: str = "stop", prompt_tokens: int = 3, cached: int
 
 @dataclass
 class ScriptedBackend:
-    """Plays a script for each request: event lists, failures to raise, gates to wait at."""
+    """Plays a script for each request: event lists, failures to raise, gates to wait at, and numbers
+    of tokens drawn so far, without which each event of text counts as one."""
 
     script: Script
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -59,12 +61,12 @@ class ScriptedBackend:
     cancelled: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Event]]:
+    async def generate(self, request: GenerationRequest, push: Push) -> None:
         self.requests.append(request)
         self.running += 1
         async with self.changed:
             self.changed.notify_all()
-        complete = False
+        complete, tokens = False, 0
         try:
             for step in self.script(request):
                 match step:
@@ -72,8 +74,13 @@ class ScriptedBackend:
                         raise step
                     case asyncio.Event():
                         await step.wait()
+                    case int(drawn):
+                        tokens = drawn
                     case events:
-                        yield events
+                        tokens += sum(isinstance(event, TextDelta) for event in events)
+                        push(events, tokens)
+                        # Readers get each step by itself.
+                        await asyncio.sleep(0)
             complete = True
         finally:
             self.running -= 1
@@ -90,13 +97,16 @@ class ScriptedBackend:
     async def _encode(self, request: Any, rows: int, begun: Callable[[], None]) -> Encoded:
         """Row n is [n, 0.5]; the tokens are those of the script's prompt."""
         tokens = 0
-        async with aclosing(self.generate(request)) as steps:
-            async for events in steps:
-                for event in events:
-                    if isinstance(event, Admitted):
-                        begun()
-                    if isinstance(event, Finished):
-                        tokens = event.usage.prompt_tokens
+
+        def push(events: list[Event], _: int) -> None:
+            nonlocal tokens
+            for event in events:
+                if isinstance(event, Admitted):
+                    begun()
+                if isinstance(event, Finished):
+                    tokens = event.usage.prompt_tokens
+
+        await self.generate(request, push)
         return Encoded(tuple(array("f", [row, 0.5]) for row in range(rows)), tokens)
 
     async def tokenize(

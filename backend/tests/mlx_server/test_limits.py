@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from mlx_manager.mlx_server.core import SAMPLING_DEFAULTS, Sampling
+from mlx_manager.mlx_server.defaults import asked_sampling, fill_sampling
 from mlx_manager.mlx_server.errors import InvalidSettings
 from mlx_manager.mlx_server.limits import LARGEST_TOP_K
 from mlx_manager.mlx_server.models.settings import read_models_file
@@ -39,7 +40,7 @@ def said_by_the_file(name: str, value: float) -> Sampling | None:
             settings = read_models_file(file).of("a")
         except InvalidSettings:
             return None
-    return Sampling.asked().filled(settings.sampling.given())
+    return fill_sampling(asked_sampling(), settings.sampling.given())
 
 
 @pytest.mark.parametrize("name", FRACTIONS)
@@ -68,7 +69,7 @@ def test_so_they_may_of_top_k(value: int):
     ],
 )
 def test_what_both_may_say(name: str, value: float, meant: float):
-    expected = Sampling.asked(**{name: meant})
+    expected = asked_sampling(**{name: meant})
     assert said_by_a_request(name, value) == said_by_the_file(name, value) == expected
 
 

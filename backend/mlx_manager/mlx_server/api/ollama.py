@@ -101,9 +101,10 @@ async def answer(
 ) -> Response:
     server = server_of(request)
     await keep(server, body, head)
-    progress = server.inference(request, body).generate([asked])
-    stream, whole = OllamaStream(head, chat=chat), OllamaAnswer(head, chat=chat)
-    return await respond(request, body, progress, stream, whole)
+    call = server.inference(request, body).generate([asked])
+    writer = OllamaStream(head, call.timeline, chat=chat)
+    whole = OllamaAnswer(head, call.timeline, chat=chat)
+    return await respond(request, body, call.run, writer, whole)
 
 
 async def keep(server: Server, body: OllamaBody | OllamaEmbedRequest, head: Head) -> None:

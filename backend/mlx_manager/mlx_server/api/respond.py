@@ -1,23 +1,23 @@
-"""The one way from progress to a response, streamed or not, for every protocol; and from what was
+"""The one way from a call to a response, streamed or not, for every protocol; and from what was
 encoded, or asked of a tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_manager.mlx_server.api.connection import UntilHangup, notes, unheld_header
-from mlx_manager.mlx_server.api.sse import EventStreamResponse, Wire
+from mlx_manager.mlx_server.api.sse import EventStreamResponse, Sender
 from mlx_manager.mlx_server.api.state import server_of
-from mlx_manager.mlx_server.core import Progress
+from mlx_manager.mlx_server.engine.stream import Work
 from mlx_manager.mlx_server.schemas.anthropic import MessagesRequest
 from mlx_manager.mlx_server.schemas.ollama import OllamaBody
 from mlx_manager.mlx_server.schemas.openai import GenerationParameters
 from mlx_manager.mlx_server.schemas.responses import ResponsesRequest
-from mlx_manager.mlx_server.services.inference import Answer, Stream, collect
+from mlx_manager.mlx_server.services.inference import Answer, Writer, collect
 
 BLOCK = 64 * 2**10
 """Characters of a large body that are written before others have their turn."""
@@ -26,22 +26,22 @@ BLOCK = 64 * 2**10
 async def respond(
     request: Request,
     body: GenerationParameters | MessagesRequest | OllamaBody | ResponsesRequest,
-    progress: AsyncGenerator[Progress, None],
-    stream: Stream,
+    work: Work,
+    writer: Writer,
     answer: Answer,
 ) -> Response:
-    """Stream the progress if `body` asks for it, or else wait for all of it.
+    """Stream the steps of `work` if `body` asks for it, or else wait for all of them.
 
-    Either way the caller's hanging up closes `progress`, which cancels the work.
+    Either way the caller's hanging up cancels the work.
     """
     headers = notes(body)
     if body.stream:
         keepalive = server_of(request).settings.api.keepalive
-        return EventStreamResponse(progress, stream, keepalive=keepalive, headers=headers)
+        return EventStreamResponse(work, writer, keepalive=keepalive, headers=headers)
     unheld: dict[str, None] = {}
     async with UntilHangup(request.receive):
         collected = await collect(
-            progress, answer, lambda begun: unheld.update(dict.fromkeys(begun.unheld))
+            work, answer, lambda begun: unheld.update(dict.fromkeys(begun.unheld))
         )
     return LargeResponse(collected, headers | unheld_header(unheld))
 
@@ -64,13 +64,13 @@ class LargeResponse(Response):
         block, following = next(self._blocks), next(self._blocks, b"")
         if not following:
             self.headers["content-length"] = str(len(block))
-        wire = Wire(send, scope.setdefault("state", {}).setdefault("send", send), self)
+        sender = Sender(send, scope.setdefault("state", {}).setdefault("send", send), self)
         async with UntilHangup(receive):
             while following:
-                await wire.send(block)
+                await sender.send(block)
                 await asyncio.sleep(0)
                 block, following = following, next(self._blocks, b"")
-        await wire.send(block, more=False)
+        await sender.send(block, more=False)
 
 
 def blocks(pieces: Iterator[str]) -> Iterator[bytes]:

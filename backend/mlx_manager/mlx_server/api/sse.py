@@ -1,13 +1,15 @@
 """Server-sent events: one write a step, signs of life, and an end when the caller goes.
 
+A step is written to the connection in the very callback in which it comes, if the connection takes
+it. See "The order of delivery" in `engine/stream.py`.
+
 Our own rather than sse-starlette's: that one sends each event by itself, through a task group.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
@@ -15,78 +17,71 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_manager.mlx_server.api.connection import UntilHangup, unheld_header
-from mlx_manager.mlx_server.core import Event, Progress, Started
+from mlx_manager.mlx_server.core import Progress
+from mlx_manager.mlx_server.engine.stream import Inbox, Work, working
 from mlx_manager.mlx_server.errors import MLXManagerError
-from mlx_manager.mlx_server.services.inference import Stream
+from mlx_manager.mlx_server.services.inference import Writer, starts
 
 
 class EventStreamResponse(Response):
-    """Response that sends the bytes that `stream` writes for each piece of progress, then its end.
+    """Response that sends the bytes that `writer` makes of each step of `work`, then its end.
 
     The headers go out with the first bytes, be it an event or a sign of life, so that what
     fails before still gets its own status. Afterwards a failure is an event, and the last one.
     """
 
     def __init__(
-        self,
-        progress: AsyncGenerator[Progress, None],
-        stream: Stream,
-        *,
-        keepalive: float,
-        headers: Mapping[str, str],
+        self, work: Work, writer: Writer, *, keepalive: float, headers: Mapping[str, str]
     ) -> None:
-        self.progress = progress
-        self.stream = stream
+        self.work = work
+        self.writer = writer
         self.keepalive = keepalive
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
-            media_type=stream.media_type,
+            media_type=writer.media_type,
         )
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # An exception that nobody foresaw passes through here; whoever catches it asks the stream
+        # An exception that nobody foresaw passes through here; whoever catches it asks the writer
         # for its last event.
         state = scope.setdefault("state", {})
-        state["stream"] = self.stream
-        wire = Wire(send, state.setdefault("send", send), self, state.get("chunks"))
-        async with UntilHangup(receive):
-            heart = asyncio.create_task(wire.beat(self.keepalive, self.stream.keep_alive))
-            # A task of its own, so that each piece does not wake up all the layers around.
-            sending = asyncio.create_task(self._send_all(wire))
+        state["stream"] = self.writer
+        sender = Sender(send, state.setdefault("send", send), self, state.get("chunks"))
+        inbox = Inbox(partial(self._write_at_once, sender))
+        async with UntilHangup(receive), working(self.work, inbox) as task:
+            heart = asyncio.create_task(sender.beat(self.keepalive, self.writer.keep_alive))
+            # A task of its own, so that each step does not wake up all the layers around.
+            sending = asyncio.create_task(self._send_all(sender, inbox, task))
             try:
                 last = await sending
             finally:
                 heart.cancel()
-        await wire.send(last, more=False)
+        await sender.send(last, more=False)
 
-    async def _send_all(self, wire: Wire) -> bytes:
-        """Send all that comes; return what is to be sent last."""
+    async def _send_all(self, sender: Sender, inbox: Inbox, task: asyncio.Task[None]) -> bytes:
+        """Send all that the task puts into the inbox; return what is to be sent last."""
         try:
-            async with aclosing(self.progress):
-                async for progress in self.progress:
-                    if not wire.started:
-                        self._name_unheld(progress)
-                    await wire.send(self.stream.write(progress))
-                    for row, events in progress:
-                        if type(begun := events[0]) is Started:
-                            begun.shortcut(partial(self._write_at_once, wire, row))
+            async for step in inbox:
+                if not sender.started:
+                    self._name_unheld(step)
+                await sender.send(self.writer.write(step))
+            await task
         except MLXManagerError as error:
-            if not wire.started:
+            if not sender.started:
                 raise
-            return self.stream.fail(error)
-        return self.stream.end()
+            return self.writer.fail(error)
+        return self.writer.end()
 
-    def _name_unheld(self, progress: Progress) -> None:
+    def _name_unheld(self, step: Progress) -> None:
         """Add the header that the first rows to begin call for."""
-        for _, events in progress:
-            if type(begun := events[0]) is Started:
-                self.headers.update(unheld_header(begun.unheld))
+        for begun in starts(step):
+            self.headers.update(unheld_header(begun.unheld))
 
-    def _write_at_once(self, wire: Wire, row: int, events: list[Event]) -> bool:
-        if not wire.is_free():
+    def _write_at_once(self, sender: Sender, step: Progress) -> bool:
+        if not sender.is_free():
             return False
-        wire.write(self.stream.write([(row, events)]))
+        sender.write(self.writer.write(step))
         return True
 
 
@@ -100,8 +95,8 @@ class Chunks(Protocol):
     def write(self, data: bytes) -> None: ...
 
 
-class Wire:
-    """The way to the caller, shared by the stream and its keep-alive.
+class Sender:
+    """The way to the caller, shared by an answer and its keep-alive.
 
     The layers around see only the beginning and the end. The messages between go past them by
     `direct`, or straight to the connection by `chunks`, if the server has those.
@@ -143,8 +138,13 @@ class Wire:
             self._sending -= 1
 
     def is_free(self) -> bool:
-        """Return whether `write` is possible: the caller keeps up, and no `send` is under way."""
-        return self._chunks is not None and not self._sending and self._chunks.are_taken()
+        """Return whether `write` is possible.
+
+        It is while the answer has begun, the caller keeps up, and no `send` is under way.
+        """
+        if self._chunks is None or self._sending or not self.started:
+            return False
+        return self._chunks.are_taken()
 
     def write(self, data: bytes) -> None:
         if data and self._chunks is not None:

@@ -15,8 +15,7 @@ from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import Caller
 from mlx_manager.mlx_server.errors import MLXManagerError, ServerNotReady
 from mlx_manager.mlx_server.observability.metrics import Metrics
-from mlx_manager.mlx_server.observability.observer import Observer
-from mlx_manager.mlx_server.observability.records import Recorder
+from mlx_manager.mlx_server.observability.observer import Observer, Recorder
 from mlx_manager.mlx_server.schemas.wire import Timed
 from mlx_manager.mlx_server.services.accounts import Account, Accounts
 from mlx_manager.mlx_server.services.audit import AuditLog

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +27,9 @@ from mlx_manager.mlx_server.core import (
     Event,
     Finished,
     GenerationRequest,
+    Message,
     Prompt,
+    Push,
     RowStatus,
     Started,
     Text,
@@ -38,12 +39,13 @@ from mlx_manager.mlx_server.core import (
     Tokens,
     Usage,
 )
+from mlx_manager.mlx_server.defaults import fill_sampling
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.statistics import EngineStats
-from mlx_manager.mlx_server.engine.stream import EventStream, Sink
+from mlx_manager.mlx_server.engine.stream import LoopRow, Sink
 from mlx_manager.mlx_server.engine.text_engine import TextEngine
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
@@ -192,8 +194,8 @@ class TextBackend:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Event]]:
-        """Answer `request`; see `core.Backend`.
+    async def generate(self, request: GenerationRequest, push: Push) -> None:
+        """Answer `request` in this process; see `core.Backend`.
 
         Raises:
             InvalidRequest: the prompt can't be rendered, is empty, or has unknown token ids.
@@ -202,14 +204,8 @@ class TextBackend:
             ContextLengthExceeded: the prompt leaves no room for an answer.
             Overloaded: the queue is full.
         """
-        stream = EventStream(asyncio.get_running_loop())
-        cancel = await self.begin(request, stream)
-        try:
-            async for events in stream:
-                yield events
-        finally:
-            if not stream.ended:
-                cancel()
+        row = LoopRow(push)
+        await row.over(await self.begin(request, row))
 
     async def begin(self, request: GenerationRequest, sink: Sink) -> Callable[[], None]:
         """Have `request` answered into `sink`, from the MLX thread. Return what cancels it.
@@ -218,12 +214,13 @@ class TextBackend:
             MLXManagerError: as `generate`.
         """
         # The owner's word, if there is one, has been taken before the model was loaded.
-        request = replace(request, sampling=request.sampling.filled(self._loaded.sampling))
+        request = replace(request, sampling=fill_sampling(request.sampling, self._loaded.sampling))
         prepared = await self._prepared(request)
         if request.max_tokens == 0 and request.logprobs is None:
-            sink.home.deliver([(sink, self._nothing(request, prepared))])
+            sink.home.deliver([(sink, self._nothing(request, prepared), 0)])
             return lambda: None
         sequence = self._sequence(request, prepared, sink)
+        sink.drawn = sequence.known
         if request.return_ids or request.echo or prepared.unheld:
             sequence.shape = partial(self._shaped, request, prepared, sequence)
         self._thread.post(partial(self._engine.submit, sequence))
@@ -449,10 +446,19 @@ def _is_short(request: GenerationRequest) -> bool:
     match request.prompt:
         case Conversation(messages=messages, tools=()) as conversation:
             small = all(map(_is_small, conversation.template_args.values()))
-            return small and conversation.size + MESSAGE * len(messages) <= SHORT
-        case Text() | Tokens() as prompt:
-            return prompt.size <= SHORT
+            return small and sum(MESSAGE + _size(message) for message in messages) <= SHORT
+        case Text(text, suffix):
+            return len(text) + len(suffix) <= SHORT
+        case Tokens(ids):
+            return len(ids) <= SHORT
     return False
+
+
+def _size(message: Message) -> int:
+    """Return the characters of a message, its calls included."""
+    calls = [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
+    others = [text or "" for text in (message.name, message.reasoning, message.tool_call_id)]
+    return sum(map(len, [message.content, *others, *calls]))
 
 
 def _is_small(variable: Any) -> bool:

@@ -155,8 +155,6 @@ class Outputs:
                 row.cached or 0,
                 queued=queued,
                 prefill=prefill,
-                drawn=row.known,
-                shortcut=row.stream.shorten,
                 kept_tokens=row.kept,
             )
             events = [started, *events]

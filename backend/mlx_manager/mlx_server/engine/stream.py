@@ -1,16 +1,45 @@
-"""Delivery of rows' events from one thread to their readers: one message a step for all rows,
-coalesced for slow readers in an event loop."""
+"""Delivery of rows' events from one thread to an event loop, and there to whoever reads them.
+
+The order of delivery. A client gets the events of a row in the order in which the engine made them:
+
+1. On the MLX thread the events of a step are put into an `Outbox` and sent by `flush`: one message
+   to each home. A worker's home is the connection to the server, which keeps the order of messages.
+   There the connection's thread puts them into an outbox again, whose homes are event loops.
+2. An event loop runs the deliveries of a home in their order (`call_soon_threadsafe`), and hands
+   each row its events there and then (`LoopRow.push`). All that follows happens in that callback:
+   the call writes its timeline first (`services.calls.Call.push`), then it puts the step into an
+   `Inbox`.
+3. The inbox has the step taken at once while its reader waits: then the reader has done with all
+   that came before, so that nothing can be overtaken. Otherwise the step is kept. The reader gets
+   all that was kept as one step, with neighbouring text merged.
+4. A row ends, or fails, with its last delivery, and a call after its last row; the inbox tells its
+   reader of an end after all that was kept.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mlx_manager.mlx_server.core import Admitted, Event, Finished, ReasoningDelta, Taker, TextDelta
+from mlx_manager.mlx_server.core import (
+    Backend,
+    Event,
+    Finished,
+    GenerationRequest,
+    Progress,
+    Push,
+    ReasoningDelta,
+    TextDelta,
+)
 from mlx_manager.mlx_server.errors import MLXManagerError
+
+# ---------------------------------------------------------------------------------------------
+# From a thread
+# ---------------------------------------------------------------------------------------------
 
 
 class Home(Protocol):
@@ -22,109 +51,232 @@ class Home(Protocol):
 
 
 class Sink(Protocol):
-    """Receiver of a row's events."""
+    """Receiver of a row's events.
+
+    drawn: returns the number of tokens drawn for the row so far, on any thread. The backend sets it
+    before it submits the row.
+    """
+
+    drawn: Callable[[], int]
 
     @property
     def home(self) -> Home: ...
 
-    def shorten(self, take: Taker) -> None:
-        """Hand events to `take`; see `core.Started.shortcut`."""
-        ...
+
+Delivery = tuple[Any, list[Event] | MLXManagerError, int]
+"""A sink, of the kind that its home serves; its events or its failure; tokens drawn so far."""
+
+
+class Outbox:
+    """Events and failures of a step, by home; `flush` sends one message to each home."""
+
+    def __init__(self) -> None:
+        self._by_home: defaultdict[Home, list[Delivery]] = defaultdict(list)
+
+    def put(self, sink: Sink, events: list[Event]) -> None:
+        if events:
+            self._by_home[sink.home].append((sink, events, sink.drawn()))
+
+    def fail(self, sink: Sink, error: MLXManagerError) -> None:
+        self._by_home[sink.home].append((sink, error, sink.drawn()))
+
+    def forward(self, row: LoopRow, outcome: list[Event] | MLXManagerError, tokens: int) -> None:
+        """Put what another process has told of a row: `tokens` have been drawn for it so far."""
+        self._by_home[row.home].append((row, outcome, tokens))
+
+    def flush(self) -> None:
+        batches, self._by_home = self._by_home, defaultdict(list)
+        for home, batch in batches.items():
+            home.deliver(batch)
+
+
+# ---------------------------------------------------------------------------------------------
+# In an event loop
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class LoopHome:
-    """Home of the streams that one event loop reads."""
+    """Home of the rows that one event loop serves."""
 
     loop: asyncio.AbstractEventLoop
 
     def deliver(self, batch: list[Delivery]) -> None:
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(_deliver, batch)
+            self.loop.call_soon_threadsafe(_hand_over, iter(batch))
 
 
-class EventStream:
-    """One request's events on their way to its reader.
+def _hand_over(rest: Iterator[Delivery]) -> None:
+    complete = False
+    try:
+        for row, outcome, tokens in rest:
+            if isinstance(outcome, MLXManagerError):
+                row.fail(outcome)
+            else:
+                row.push(outcome, tokens)
+        complete = True
+    finally:
+        if not complete:
+            # Whatever raised concerns one row (see `Inbox.put`). The others still get their events.
+            _hand_over(rest)
 
-    Other threads never touch it: they put what a step has to tell into an `Outbox`, and the event
-    loop delivers that. Iterating gives all events that have come since the last time,
-    neighbouring text merged, so a slow reader gets fewer, longer lists and delays nobody.
-    """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.home = LoopHome(loop)
-        self._take: Taker | None = None
-        self._events: list[Event] = []
-        self._error: MLXManagerError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.ended = False
+class LoopRow:
+    """One row whose events are pushed in an event loop, where it is made and waited for."""
 
-    def __aiter__(self) -> EventStream:
-        return self
+    def __init__(self, push: Push, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.home = LoopHome(asyncio.get_running_loop() if loop is None else loop)
+        self.drawn: Callable[[], int] = int
+        self._push: Push | None = push
+        self._end: asyncio.Future[None] = self.home.loop.create_future()
 
-    async def __anext__(self) -> list[Event]:
-        """Return the events since the last call; `Admitted` is returned alone.
-
-        Raises:
-            MLXManagerError: the request failed; events before the failure are given first.
-        """
-        while not self._events:
-            if self._error is not None:
-                raise self._error
-            if self.ended:
-                raise StopAsyncIteration
-            self._waiter = self.home.loop.create_future()
-            await self._waiter
-        if type(self._events[0]) is Admitted:
-            return [self._events.pop(0)]
-        events, self._events = self._events, []
-        return events if len(events) == 1 else merge(events)
-
-    def shorten(self, take: Taker) -> None:
-        """Hand events to `take`; see `core.Started.shortcut`."""
-        self._take = take
-
-    def push(self, events: list[Event]) -> None:
-        """Hand `events` to the shortcut, if there is one and the reader has read all before; events
-        that end the stream, or that the shortcut does not take, are kept for the reader."""
-        taken = False
+    def push(self, events: list[Event], tokens: int) -> None:
+        """Push the events of a step. Does nothing once nobody waits for the row any more."""
+        if self._push is None:
+            return
         try:
-            if self._take is not None and self._reader() and type(events[-1]) is not Finished:
-                taken = self._take(events)
+            self._push(events, tokens)
         finally:
-            # If the shortcut raises, the reader raises again on these events, and answers for it.
-            if not taken:
-                self.keep(events)
-
-    def keep(self, events: list[Event]) -> None:
-        """Keep `events` for the reader, and wake it."""
-        self._events.extend(events)
-        if type(events[-1]) is Finished:
-            self._end()
-        self._wake()
+            if type(events[-1]) is Finished:
+                self._leave()
+                _wake(self._end)
 
     def fail(self, error: MLXManagerError) -> None:
-        self._error = error
-        self._end()
-        self._wake()
+        if self._push is not None:
+            self._leave()
+            if not self._end.done():
+                self._end.set_exception(error)
 
-    def _end(self) -> None:
-        self.ended = True
-        # The shortcut refers to the answer, which the row's last step would keep in memory.
-        self._take = None
+    async def over(self, cancel: Callable[[], None]) -> None:
+        """Wait for the row's end; call `cancel` if that is not waited for any more.
 
-    def _wake(self) -> None:
-        if (reader := self._reader()) is not None:
-            reader.set_result(None)
+        Raises:
+            MLXManagerError: the row's failure.
+        """
+        try:
+            await self._end
+        finally:
+            if self._push is not None:
+                self._leave()
+                cancel()
 
-    def _reader(self) -> asyncio.Future[None] | None:
-        """Return the future that the reader waits for; None if it does not wait."""
-        waiter = self._waiter
-        return None if waiter is None or waiter.done() else waiter
+    def _leave(self) -> None:
+        # Both refer to what refers to the row, and would be kept until the collector finds them.
+        self._push, self.drawn = None, int
 
 
-Delivery = tuple[Any, list[Event] | MLXManagerError]
-"""A sink, of the kind that its home serves, and its events or its failure."""
+class Steps(Protocol):
+    """Destination of the steps of an answer; `Inbox` is one."""
+
+    def put(self, step: Progress) -> None:
+        """Take a step, without waiting."""
+        ...
+
+    async def taken(self) -> None:
+        """Wait until nothing that was put has yet to be read.
+
+        Raises:
+            MLXManagerError: the reader's, which could not make anything of it.
+        """
+        ...
+
+
+Work = Callable[[Steps], Coroutine[Any, Any, None]]
+"""Work on an answer, whose steps are put where the argument says. Cancelling it ends all of it."""
+
+
+class Unread:
+    """Steps that nobody reads."""
+
+    def put(self, step: Progress) -> None: ...
+
+    async def taken(self) -> None: ...
+
+
+UNREAD = Unread()
+
+
+class Inbox:
+    """Steps of an answer on their way to whoever reads it, in an event loop. See "The order of
+    delivery".
+
+    at_once: takes a step there and then, and returns True; False if it can't do that now. None:
+    all steps are for the reader.
+    """
+
+    def __init__(self, at_once: Callable[[Progress], bool] | None = None) -> None:
+        self._at_once = at_once
+        self._kept: Progress = []
+        self._reader: asyncio.Future[None] | None = None
+        self._emptied: asyncio.Future[None] | None = None
+        self._refusal: MLXManagerError | None = None
+        self._ended = False
+
+    # -- putting -------------------------------------------------------------------------------
+
+    def put(self, step: Progress) -> None:
+        """Have the step taken at once, or keep it for the reader."""
+        taken, reader = False, self._reader
+        try:
+            if self._at_once is not None and reader is not None and not reader.done():
+                taken = self._at_once(step)
+        finally:
+            # Where `at_once` raises, the reader raises again on this step, and answers for it.
+            if not taken:
+                self._kept += step
+                _wake(reader)
+
+    async def taken(self) -> None:
+        """Wait until the reader has taken all that was put, and waits for more.
+
+        Raises:
+            MLXManagerError: the reader's, which could not make anything of it.
+        """
+        while self._kept or self._reader is None or self._reader.done():
+            self._emptied = asyncio.get_running_loop().create_future()
+            await self._emptied
+        if self._refusal is not None:
+            raise self._refusal
+
+    def end(self) -> None:
+        """End the iteration, after all that was put."""
+        self._ended = True
+        # It refers to the answer, which refers to this: both would stay until the collector comes.
+        self._at_once = None
+        _wake(self._reader)
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def refuse(self, error: MLXManagerError) -> None:
+        """Let the answer fail with `error`, since nothing can be made of what was taken."""
+        self._refusal = error
+
+    def __aiter__(self) -> Inbox:
+        return self
+
+    async def __anext__(self) -> Progress:
+        """Return all that has been kept since the last time."""
+        while not self._kept:
+            if self._ended:
+                raise StopAsyncIteration
+            self._reader = asyncio.get_running_loop().create_future()
+            _wake(self._emptied)
+            await self._reader
+        kept, self._kept = self._kept, []
+        return kept if len(kept) == 1 else coalesced(kept)
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
+
+
+def coalesced(progress: Progress) -> Progress:
+    """Return several steps as one: each row once, in the order of their first events."""
+    rows: defaultdict[int, list[Event]] = defaultdict(list)
+    for row, events in progress:
+        rows[row] += events
+    return [(row, merge(events)) for row, events in rows.items()]
 
 
 def merge(events: list[Event]) -> list[Event]:
@@ -142,37 +294,52 @@ def merge(events: list[Event]) -> list[Event]:
     return merged
 
 
-class Outbox:
-    """Events and failures of a step, by home; `flush` sends one message to each home."""
-
-    def __init__(self) -> None:
-        self._by_home: defaultdict[Home, list[Delivery]] = defaultdict(list)
-
-    def put(self, sink: Sink, events: list[Event]) -> None:
-        if events:
-            self._by_home[sink.home].append((sink, events))
-
-    def fail(self, sink: Sink, error: MLXManagerError) -> None:
-        self._by_home[sink.home].append((sink, error))
-
-    def flush(self) -> None:
-        batches, self._by_home = self._by_home, defaultdict(list)
-        for home, batch in batches.items():
-            home.deliver(batch)
+# ---------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------
 
 
-def _deliver(batch: list[Delivery]) -> None:
-    rest = iter(batch)
+@asynccontextmanager
+async def working(work: Work, inbox: Inbox) -> AsyncIterator[asyncio.Task[None]]:
+    """Run `work` in a task of its own, whose end is the inbox's. Leaving the context cancels it."""
+    task = asyncio.create_task(work(inbox))
+    task.add_done_callback(lambda _: inbox.end())
     try:
-        _hand_over(rest, EventStream.push)
+        yield task
     finally:
-        # If a shortcut raises, the other streams still get their events.
-        _hand_over(rest, EventStream.keep)
+        task.cancel()
+        await asyncio.wait([task])
+        error = None if task.cancelled() else task.exception()
+        # Whoever leaves early does not ask for a failure any more, unless nobody foresaw it.
+        if error is not None and not isinstance(error, MLXManagerError):
+            raise error
 
 
-def _hand_over(rest: Iterator[Delivery], how: Callable[[EventStream, list[Event]], None]) -> None:
-    for stream, outcome in rest:
-        if isinstance(outcome, MLXManagerError):
-            stream.fail(outcome)
-        else:
-            how(stream, outcome)
+async def steps(work: Work) -> AsyncGenerator[Progress, None]:
+    """Yield the steps of `work`. Closing the iterator cancels the work.
+
+    Raises:
+        MLXManagerError: the work's failure, after all steps before it.
+    """
+    inbox = Inbox()
+    async with working(work, inbox) as task:
+        async for step in inbox:
+            yield step
+        await task
+
+
+async def events_of(
+    backend: Backend, request: GenerationRequest
+) -> AsyncGenerator[list[Event], None]:
+    """Yield the events of one request's answer; closing the iterator cancels the request.
+
+    Raises:
+        MLXManagerError: as `Backend.generate`.
+    """
+
+    async def work(inbox: Steps) -> None:
+        await backend.generate(request, lambda events, _: inbox.put([(0, events)]))
+
+    async with aclosing(steps(work)) as progress:
+        async for [(_, events)] in progress:
+            yield events

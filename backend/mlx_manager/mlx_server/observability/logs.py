@@ -13,8 +13,8 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import partial
@@ -23,12 +23,11 @@ from typing import Any, Literal, TextIO
 from mlx_manager.mlx_server.core import (
     Conversation,
     GenerationRequest,
-    Progress,
     Prompt,
     Text,
     Tokens,
 )
-from mlx_manager.mlx_server.observability.observer import Observation
+from mlx_manager.mlx_server.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
@@ -245,13 +244,14 @@ class PromptLog:
     """An observer that writes every prompt, or what is read without one (texts to embed; a query
     and the documents to rank), to the log. Only for who asks for it."""
 
-    @contextmanager
-    def observe(self, requests: Sequence[GenerationRequest]) -> Iterator[Observation]:
+    def begin(
+        self, requests: Sequence[GenerationRequest], timeline: Timeline
+    ) -> Callable[[], object]:
         first = requests[0]
         prompt = list(first.inputs) or _readable(first.prompt)
         text = json.dumps(prompt, ensure_ascii=False)
         log.info("%s is asked: %s", first.model, text, extra={"facts": {"prompt": prompt}})
-        yield Unwatched()
+        return lambda: None
 
 
 def _readable(prompt: Prompt) -> Any:
@@ -262,16 +262,3 @@ def _readable(prompt: Prompt) -> Any:
             return f"{text}{suffix}"
         case Tokens(ids):
             return list(ids)
-
-
-class Unwatched:
-    """Observation that does nothing."""
-
-    def loading(self) -> None:
-        pass
-
-    def leased(self) -> None:
-        pass
-
-    def add(self, step: Progress) -> None:
-        pass

@@ -38,8 +38,7 @@ from mlx_manager.mlx_server.errors import (
     RequestTimedOut,
     ServerNotReady,
 )
-from mlx_manager.mlx_server.observability import records
-from mlx_manager.mlx_server.observability.records import CallRecord, RowRecord
+from mlx_manager.mlx_server.timeline import CANCELLED, RowTimeline, Timeline
 
 PREFIX = "mlx_manager_"
 MODEL = "model_name"
@@ -181,29 +180,29 @@ class Metrics:
         for histogram in self._of_rows:
             histogram.labels(model)
 
-    def count_call(self, record: CallRecord) -> None:
+    def count_call(self, timeline: Timeline) -> None:
         # A name nobody offers must not become a label: anyone could make as many as they like.
-        if record.load is not None or record.failure in LOAD_FAILURES:
-            self._served.add(record.model)
-        known = record.model in self._served or self._offers(record.model)
-        model = record.model if known else ""
-        match record.failure:
+        if timeline.leased is not None or timeline.failure in LOAD_FAILURES:
+            self._served.add(timeline.model)
+        known = timeline.model in self._served or self._offers(timeline.model)
+        model = timeline.model if known else ""
+        match timeline.failure:
             case "":
                 pass
-            case records.CANCELLED:
-                left = len(record.rows) - len(record.reasons)
+            case code if code == CANCELLED:
+                left = len(timeline.rows) - len(timeline.reasons)
                 self._success.labels(model, "abort").inc(left)
             case code:
                 self._errors.labels(model, code).inc()
-        if record.load is not None:
-            self._load.labels(model).observe(record.load)
-            self._choices.labels(model).observe(len(record.rows))
-        for row in record.rows:
-            self._count_row(model, row, record.max_tokens)
+        if timeline.leased is not None:
+            self._load.labels(model).observe(timeline.leased)
+            self._choices.labels(model).observe(len(timeline.rows))
+        for row in timeline.rows:
+            self._count_row(model, row, timeline.max_tokens)
         if self._by_key:
-            self._count_key(model, record)
+            self._count_key(model, timeline)
 
-    def _count_row(self, model: str, row: RowRecord, max_tokens: int | None) -> None:
+    def _count_row(self, model: str, row: RowTimeline, max_tokens: int | None) -> None:
         if row.started is not None:
             self._first.labels(model).observe(row.first)
             self._queue.labels(model).observe(row.started.queued)
@@ -222,9 +221,9 @@ class Metrics:
         if max_tokens is not None:
             self._most.labels(model).observe(max_tokens)
 
-    def _count_key(self, model: str, record: CallRecord) -> None:
-        key, usage = record.caller.key, record.usage
-        self._key_calls.labels(model, key, record.outcome).inc()
+    def _count_key(self, model: str, timeline: Timeline) -> None:
+        key, usage = timeline.caller.key, timeline.usage
+        self._key_calls.labels(model, key, timeline.outcome).inc()
         self._key_tokens.labels(model, key, "prompt").inc(usage.prompt_tokens)
         self._key_tokens.labels(model, key, "generation").inc(usage.completion_tokens)
 

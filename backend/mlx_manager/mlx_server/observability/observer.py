@@ -1,44 +1,57 @@
-"""Observers of calls: spans, metrics, an audit log. Each sees every call from start to end."""
+"""Observers of calls: spans, metrics, an audit log. All of them read the timeline of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
-from mlx_manager.mlx_server.core import GenerationRequest, Progress
-
-
-class Observation(Protocol):
-    """Observation of one call from its start to the end of its last row."""
-
-    def loading(self) -> None:
-        """Note that the call waits for its model to load. Not called if the model is loaded."""
-        ...
-
-    def leased(self) -> None:
-        """Note that the model is loaded and gets the rows. Not called if the call fails before."""
-        ...
-
-    def add(self, step: Progress) -> None: ...
+from mlx_manager.mlx_server.core import GenerationRequest
+from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.timeline import CANCELLED, Timeline
 
 
 class Observer(Protocol):
-    """Observer of all calls.
+    """Observer of all calls."""
 
-    The context is left with the exception that ended the call: an MLXManagerError, or GeneratorExit
-    or CancelledError when the caller went away.
-    """
+    def begin(
+        self, requests: Sequence[GenerationRequest], timeline: Timeline
+    ) -> Callable[[], object]:
+        """Note that a call begins. Return the function to call once its timeline is complete."""
+        ...
 
-    def observe(
-        self, requests: Sequence[GenerationRequest]
-    ) -> AbstractContextManager[Observation]: ...
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """An observer that hands the timeline of each call to `sinks` when the call ends."""
+
+    sinks: Sequence[Callable[[Timeline], object]]
+
+    def begin(
+        self, requests: Sequence[GenerationRequest], timeline: Timeline
+    ) -> Callable[[], object]:
+        return lambda: [sink(timeline) for sink in self.sinks]
 
 
 @contextmanager
-def observe_all(
-    observers: Sequence[Observer], requests: Sequence[GenerationRequest]
-) -> Iterator[list[Observation]]:
-    """Yield one observation by each observer. The observations end in reverse order."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(observer.observe(requests)) for observer in observers]
+def observed(
+    observers: Sequence[Observer], requests: Sequence[GenerationRequest], timeline: Timeline
+) -> Iterator[None]:
+    """Complete the timeline when the context is left, and tell the observers, in reverse order."""
+    with ExitStack() as ends:
+        for observer in observers:
+            ends.callback(observer.begin(requests, timeline))
+        failure, message = MLXManagerError.code, ""
+        try:
+            yield
+            failure = ""
+        except MLXManagerError as error:
+            failure, message = error.code, error.message
+            raise
+        except asyncio.CancelledError:
+            failure = CANCELLED
+            raise
+        finally:
+            timeline.close(failure, message)

@@ -8,33 +8,27 @@ without the extras nothing changes.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlx_manager import __version__
 from mlx_manager.mlx_server.config import TraceTargets
 from mlx_manager.mlx_server.core import (
-    Admitted,
     Conversation,
-    Finished,
     GenerationRequest,
     JsonObject,
     JsonSchema,
-    Progress,
-    Started,
 )
 from mlx_manager.mlx_server.errors import MLXManagerError
-from mlx_manager.mlx_server.observability.observer import Observation, Observer
-from mlx_manager.mlx_server.observability.records import prompts
+from mlx_manager.mlx_server.observability.observer import Observer
+from mlx_manager.mlx_server.timeline import CANCELLED, RowTimeline, Timeline
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from opentelemetry.sdk.trace import SpanProcessor
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Tracer
 
 SERVICE = "mlx-manager"
 TRACES_PATH = "/v1/traces"
@@ -135,38 +129,44 @@ class SpanTracer:
     None is ever made the current one: a stream may end in another context than it began in.
     """
 
-    def __init__(self, tracer: Tracer, clock: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         from opentelemetry import trace
 
         self._tracer = tracer
         self._error = trace.StatusCode.ERROR
         self._inside = trace.set_span_in_context
-        self._clock = clock
 
-    @contextmanager
-    def observe(self, requests: Sequence[GenerationRequest]) -> Iterator[Observation]:
+    def begin(
+        self, requests: Sequence[GenerationRequest], timeline: Timeline
+    ) -> Callable[[], object]:
+        """Start the span of a call. Return the function that writes and ends it."""
         asked = _asked(requests)
         name = f"{asked['gen_ai.operation.name']} {requests[0].model}"
-        start = self._clock()
-        span = self._tracer.start_span(name, start_time=start, attributes=asked)
+        at = partial(moment, timeline)
+        span = self._tracer.start_span(name, start_time=at(0.0), attributes=asked)
         context = self._inside(span)
 
-        def phase(name: str, start: int, end: int, said: dict[str, Any]) -> None:
-            child = self._tracer.start_span(name, context, start_time=start, attributes=said)
-            child.end(end)
+        def phase(name: str, start: float, end: float, said: dict[str, Any]) -> None:
+            child = self._tracer.start_span(name, context, start_time=at(start), attributes=said)
+            child.end(at(end))
 
-        observation = SpanObservation(span, phase, requests, start, self._clock)
-        try:
-            yield observation
-        except MLXManagerError as error:
-            span.set_attribute("error.type", error.code)
-            span.set_status(self._error, error.message)
-            raise
-        except (GeneratorExit, asyncio.CancelledError):
-            span.set_attribute("mlx_manager.cancelled", True)
-            raise
-        finally:
-            observation.end()
+        def end() -> None:
+            if timeline.failure == CANCELLED:
+                span.set_attribute("mlx_manager.cancelled", True)
+            elif timeline.failure:
+                span.set_attribute("error.type", timeline.failure)
+                span.set_status(self._error, timeline.message)
+            for each in phases(timeline, generates=_generates(requests[0])):
+                phase(*each)
+            span.set_attributes(_told(requests[0], timeline))
+            span.end(at(timeline.seconds))
+
+        return end
+
+
+def moment(timeline: Timeline, seconds: float) -> int:
+    """Return nanoseconds since 1970 of a moment in seconds since the call arrived."""
+    return int((timeline.arrived + seconds) * 1e9)
 
 
 def _asked(requests: Sequence[GenerationRequest]) -> dict[str, Any]:
@@ -214,12 +214,12 @@ def _generates(request: GenerationRequest) -> bool:
     return request.caller.protocol not in ("embeddings", "rerank")
 
 
-Phase = Callable[[str, int, int, dict[str, Any]], None]
-"""Makes a span of a phase that is over: its name, start and end in ns since 1970, attributes."""
+Phase = tuple[str, float, float, dict[str, Any]]
+"""A phase's name, its start and end in seconds since the call arrived, and attributes."""
 
 
-class SpanObservation:
-    """Observation that writes the events of one call's rows to its span, and a span for each phase.
+def phases(timeline: Timeline, *, generates: bool) -> Iterator[Phase]:
+    """Yield the phases of a call that has ended.
 
     queue and load: until a model that was not in memory is there. Then for each row: queue, until
     its prompt's turn, rendering and tokenising included; prefill, until its first token; decode,
@@ -228,129 +228,59 @@ class SpanObservation:
 
     Phases have their tokens under `mlx_manager.`: collectors add up all `gen_ai.usage` of a trace.
     """
+    queued = 0.0
+    if timeline.loading is not None:
+        yield "queue", 0.0, timeline.loading, {}
+        queued = timeline.seconds if timeline.leased is None else timeline.leased
+        yield "load", timeline.loading, queued, {}
+    elif timeline.leased is None:
+        yield "queue", 0.0, timeline.seconds, {}
+    if timeline.leased is None or not generates:
+        return
+    for row, line in enumerate(timeline.rows):
+        for name, start, end, said in _row_phases(line, queued, timeline.seconds):
+            yield name, start, end, said | {"mlx_manager.row": row}
 
-    def __init__(
-        self,
-        span: Span,
-        phase: Phase,
-        requests: Sequence[GenerationRequest],
-        start: int,
-        clock: Callable[[], int],
-    ) -> None:
-        self._span = span
-        self._phase = phase
-        self._clock = clock
-        self._requests = requests
-        self._generates = _generates(requests[0])
-        self._start = self._queued = start
-        self._loading: int | None = None
-        self._leased = False
-        self._admitted: dict[int, int] = {}
-        self._begun: dict[int, int] = {}
-        self._starts: dict[int, Started] = {}
-        self._ends: dict[int, Finished] = {}
 
-    def loading(self) -> None:
-        self._loading = self._clock()
-        self._phase("queue", self._start, self._loading, {})
+def _row_phases(line: RowTimeline, queued: float, end: float) -> Iterator[Phase]:
+    begun = line.started
+    if begun is None:
+        turn = end if line.admitted is None else line.admitted
+        yield "queue", queued, turn, {}
+        if line.admitted is not None:
+            yield "prefill", turn, end, {}
+        return
+    turn = max(queued, line.first - begun.prefill)
+    yield "queue", queued, turn, {}
+    tokens = {
+        "mlx_manager.prompt_tokens": begun.prompt_tokens,
+        "mlx_manager.cached_tokens": begun.cached_tokens,
+    }
+    yield "prefill", turn, line.first, tokens
+    said: dict[str, Any] = {"mlx_manager.completion_tokens": line.usage.completion_tokens}
+    if line.finished is not None:
+        end = line.end
+        said["mlx_manager.finish_reason"] = line.finished.reason
+    yield "decode", line.first, end, said
 
-    def leased(self) -> None:
-        self._leased = True
-        if self._loading is not None:
-            self._queued = self._clock()
-            self._phase("load", self._loading, self._queued, {})
 
-    def add(self, step: Progress) -> None:
-        for row, events in step:
-            if row not in self._starts:
-                for event in events:
-                    if type(event) is Admitted:
-                        self._admitted[row] = self._clock()
-                    elif type(event) is Started:
-                        self._begin(row, event)
-            if type(end := events[-1]) is Finished:
-                self._finish(row, end)
-
-    def _begin(self, row: int, event: Started) -> None:
-        now = self._clock()
-        if not self._starts:
-            first = self._requests[0]
-            self._span.set_attributes(
-                {
-                    "gen_ai.response.id": first.request_id,
-                    "gen_ai.response.model": first.model,
-                    "gen_ai.response.time_to_first_chunk": (now - self._start) / 1e9,
-                }
-            )
-        self._starts[row] = event
-        self._begun[row] = now
-        turn = max(self._queued, now - int(event.prefill * 1e9))
-        self._row_phase("queue", row, self._queued, turn, {})
-        tokens = {
-            "mlx_manager.prompt_tokens": event.prompt_tokens,
-            "mlx_manager.cached_tokens": event.cached_tokens,
-        }
-        self._row_phase("prefill", row, turn, now, tokens)
-
-    def _finish(self, row: int, end: Finished) -> None:
-        self._ends[row] = end
-        said = {
-            "mlx_manager.completion_tokens": end.usage.completion_tokens,
-            "mlx_manager.finish_reason": end.reason,
-        }
-        self._row_phase("decode", row, self._begun[row], self._clock(), said)
-
-    def _row_phase(self, name: str, row: int, start: int, end: int, said: dict[str, Any]) -> None:
-        if self._generates:
-            self._phase(name, start, end, said | {"mlx_manager.row": row})
-
-    def end(self) -> None:
-        now = self._clock()
-        self._cut_short(now)
-        if self._starts:
-            asked = [self._starts[row] for row in prompts(self._requests) if row in self._starts]
-            self._span.set_attributes(
-                {
-                    "gen_ai.usage.input_tokens": sum(start.prompt_tokens for start in asked),
-                    "gen_ai.usage.cache_read.input_tokens": sum(s.cached_tokens for s in asked),
-                }
-            )
-        if self._starts and self._generates:
-            drawn = sum(self._drawn(row) for row in self._starts)
-            self._span.set_attribute("gen_ai.usage.output_tokens", drawn)
-        if self._ends and self._generates:
-            ends = [self._ends[row] for row in sorted(self._ends)]
-            # How many of a row that was cut short were thinking nobody knows.
-            thinking = sum(end.usage.reasoning_tokens for end in ends)
-            self._span.set_attributes(
-                {
-                    "gen_ai.usage.reasoning.output_tokens": thinking,
-                    "gen_ai.response.finish_reasons": [end.reason for end in ends],
-                }
-            )
-        self._span.end(now)
-
-    def _drawn(self, row: int) -> int:
-        """Tokens of a row's answer, delivered or not."""
-        if row in self._ends:
-            return self._ends[row].usage.completion_tokens
-        return self._starts[row].drawn()
-
-    def _cut_short(self, now: int) -> None:
-        if not self._leased:
-            if self._loading is None:
-                self._phase("queue", self._start, now, {})
-            else:
-                self._phase("load", self._loading, now, {})
-            return
-        for row in range(len(self._requests)):
-            if row in self._ends:
-                continue
-            if row in self._starts:
-                said = {"mlx_manager.completion_tokens": self._drawn(row)}
-                self._row_phase("decode", row, self._begun[row], now, said)
-                continue
-            turn = self._admitted.get(row)
-            self._row_phase("queue", row, self._queued, turn or now, {})
-            if turn is not None:
-                self._row_phase("prefill", row, turn, now, {})
+def _told(first: GenerationRequest, timeline: Timeline) -> dict[str, Any]:
+    """Return the attributes of a call that has ended."""
+    begun = [line for line in timeline.rows if line.started is not None]
+    if not begun:
+        return {}
+    usage = timeline.usage
+    told: dict[str, Any] = {
+        "gen_ai.response.id": first.request_id,
+        "gen_ai.response.model": first.model,
+        "gen_ai.response.time_to_first_chunk": min(line.first for line in begun),
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+    }
+    if _generates(first):
+        told["gen_ai.usage.output_tokens"] = usage.completion_tokens
+        if timeline.reasons:
+            # The number of a row that was cut short is not known.
+            told["gen_ai.usage.reasoning.output_tokens"] = usage.reasoning_tokens
+            told["gen_ai.response.finish_reasons"] = list(timeline.reasons)
+    return told

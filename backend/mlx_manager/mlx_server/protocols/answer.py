@@ -13,12 +13,13 @@ from mlx_manager import __version__
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.protocols import sse
-from mlx_manager.mlx_server.protocols.timings import Stopwatch
+from mlx_manager.mlx_server.protocols.timings import timings
 from mlx_manager.mlx_server.schemas.openai import (
     CompletionTokensDetails,
     PromptTokensDetails,
     Usage,
 )
+from mlx_manager.mlx_server.timeline import RowTimeline, Timeline
 
 Times = Literal["never", "last", "always"]
 """Chunks of a choice that have its times."""
@@ -31,7 +32,7 @@ class Head:
     `rows`: number of choices; each prompt has `n` of them, side by side. `best`: number of choices
     returned for each prompt; None: all. `logprobs` None: none are asked for. `echo`: choices begin
     with their prompts. `counts_all_along`: every chunk has the token counts so far. `times`: the
-    chunks that state the speed of the answer, as measured by `stopwatch`.
+    chunks that state the speed of the answer.
     """
 
     id: str
@@ -47,7 +48,6 @@ class Head:
     return_ids: bool = False
     reasoning_field: str = "reasoning_content"
     times: Times = "never"
-    stopwatch: Stopwatch = field(default_factory=Stopwatch, compare=False)
 
     @property
     def fingerprint(self) -> str:
@@ -55,19 +55,19 @@ class Head:
         return "fp_" + sha256(f"{__version__} {self.model}".encode()).hexdigest()[:10]
 
 
-def timed(head: Head, row: int, *, ended: bool) -> str:
+def timed(head: Head, timeline: Timeline, row: int, *, ended: bool) -> str:
     """Return what a chunk of a choice says of its times, before the chunk's end."""
     if head.times == "never" or (head.times == "last" and not ended):
         return ""
-    told = head.stopwatch.told([row])
+    told = timings(timeline, [row])
     return "" if told is None else f',"timings":{sse.dump(told)}'
 
 
-def whole_times(head: Head) -> dict[str, Any]:
+def whole_times(head: Head, timeline: Timeline) -> dict[str, Any]:
     """Return the `timings` of a whole answer, if they are asked for."""
     if head.times == "never":
         return {}
-    return {"timings": head.stopwatch.told(range(head.rows), head.n)}
+    return {"timings": timings(timeline, range(head.rows), head.n)}
 
 
 def new_id(prefix: str) -> str:
@@ -95,15 +95,17 @@ def total(rows: Iterable[core.Usage], n: int) -> Usage:
     )
 
 
-def counts_so_far(started: core.Started | None, finished: core.Finished | None) -> str:
+def counts_so_far(line: RowTimeline, finished: core.Finished | None) -> str:
     """Return the end of a chunk, from its usage on: the counts of the choice that it belongs to.
 
-    A choice whose prompt has not been processed has none.
+    A choice whose prompt has not been processed has none. finished: the choice's end, if the chunk
+    is the one that shows it.
     """
     if finished is not None:
         usage: Usage | None = total([finished.usage], 1)
-    elif started is not None:
-        so_far = core.Usage(started.prompt_tokens, started.drawn(), started.cached_tokens)
+    elif line.started is not None:
+        begun = line.started
+        so_far = core.Usage(begun.prompt_tokens, line.tokens, begun.cached_tokens)
         usage = total([so_far], 1)
     else:
         usage = None

@@ -77,6 +77,7 @@ from mlx_manager.mlx_server.schemas.openai import (
     Reasoning,
     ignored,
 )
+from mlx_manager.mlx_server.timeline import Timeline
 
 # ---------------------------------------------------------------------------------------------
 # Body → requests
@@ -362,8 +363,9 @@ class ChatStream:
     media_type = sse.MEDIA_TYPE
     keep_alive = sse.KEEP_ALIVE
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, timeline: Timeline) -> None:
         self.head = head
+        self._timeline = timeline
         self._begun = 0
         self._open = (
             f'data: {{"id":{sse.quote(head.id)},"object":"chat.completion.chunk",'
@@ -375,7 +377,6 @@ class ChatStream:
             f'{self._open}{{"index":{row},"delta":{{"content":' for row in range(head.n)
         ]
         self._text_close = f'}},"logprobs":null,"finish_reason":null}}]{self._close}'
-        self._started: dict[int, Started] = {}
         self._finished: dict[int, Finished] = {}
 
     def write(self, progress: Progress) -> bytes:
@@ -402,8 +403,6 @@ class ChatStream:
             case Admitted():
                 return ""
             case Started(ids=ids):
-                self._started[row] = event
-                self.head.stopwatch.start(row, event)
                 return self._begin(row, ids)
             case TextDelta(text, logprobs):
                 return self._choice(row, {"content": text}, logprobs=chat_logprobs(logprobs))
@@ -418,7 +417,6 @@ class ChatStream:
                 return self._choice(row, {"tool_calls": [call]})
             case Finished(reason, ids=ids):
                 self._finished[row] = event
-                self.head.stopwatch.finish(row, event)
                 return self._choice(row, {}, reason, ids=ids)
 
     def _begin(self, row: int, prompt_ids: tuple[int, ...]) -> str:
@@ -446,8 +444,8 @@ class ChatStream:
         beside = f',"prompt_token_ids":{sse.dump(prompt_ids)}' if prompt_ids else ""
         close = self._close
         if self.head.counts_all_along:
-            close = counts_so_far(self._started.get(row), self._finished.get(row))
-        beside += timed(self.head, row, ended=reason is not None)
+            close = counts_so_far(self._timeline.rows[row], self._finished.get(row))
+        beside += timed(self.head, self._timeline, row, ended=reason is not None)
         return f"{self._open}{sse.dump(choice)}]{beside}{close}"
 
 
@@ -505,19 +503,15 @@ class _Choice:
 class ChatAnswer:
     """Collector of an answer's events into the body of a response."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, timeline: Timeline) -> None:
         self.head = head
+        self._timeline = timeline
         self._choices = [_Choice() for _ in range(head.n)]
 
     def add(self, progress: Progress) -> None:
         for row, events in progress:
             for event in events:
                 self._choices[row].add(event)
-                match event:
-                    case Started():
-                        self.head.stopwatch.start(row, event)
-                    case Finished():
-                        self.head.stopwatch.finish(row, event)
 
     def body(self) -> Iterator[str]:
         """A `ChatCompletionResponse`, once every row has finished."""
@@ -531,7 +525,7 @@ class ChatAnswer:
             choices=[],
             usage=total((end.usage for end in ends), self.head.n),
             **self._prompt_ids(),
-            **whole_times(self.head),
+            **whole_times(self.head, self._timeline),
         )
         given = enumerate(zip(self._choices, ends, strict=True))
         choices = (self._choice(index, *each) for index, each in given)

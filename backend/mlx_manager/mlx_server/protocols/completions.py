@@ -48,6 +48,7 @@ from mlx_manager.mlx_server.schemas.openai import (
     CompletionRequest,
     CompletionResponse,
 )
+from mlx_manager.mlx_server.timeline import Timeline
 
 DEFAULT_MAX_TOKENS = 16
 MAX_ROWS = 1024
@@ -173,8 +174,9 @@ class CompletionStream:
     media_type = sse.MEDIA_TYPE
     keep_alive = sse.KEEP_ALIVE
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, timeline: Timeline) -> None:
         self.head = head
+        self._timeline = timeline
         self._open = (
             f'data: {{"id":{sse.quote(head.id)},"object":"text_completion",'
             f'"created":{head.created},"model":{sse.quote(head.model)},'
@@ -183,7 +185,6 @@ class CompletionStream:
         self._close = (',"usage":null}' if head.include_usage else "}") + "\n\n"
         self._text_open = [f'{self._open}{{"index":{row},"text":' for row in range(head.rows)]
         self._text_close = f',"logprobs":null,"finish_reason":null}}]{self._close}'
-        self._started: dict[int, Started] = {}
         self._finished: dict[int, Finished] = {}
         self._prompts: dict[int, tuple[int, ...]] = {}
         self._logprobs = [CompletionLogprobs(head.logprobs or 0) for _ in range(head.rows)]
@@ -200,12 +201,9 @@ class CompletionStream:
                         scores = self._logprobs[row].write(logprobs) if logprobs else None
                         out += self._choice(row, text, scores, None)
                     case Started(ids=ids):
-                        self._started[row] = event
-                        self.head.stopwatch.start(row, event)
                         self._prompts[row] = ids
                     case Finished(reason):
                         self._finished[row] = event
-                        self.head.stopwatch.finish(row, event)
                         out += self._choice(row, "", None, _REASONS[reason], event)
         return out.encode("ascii")
 
@@ -229,8 +227,8 @@ class CompletionStream:
             choice |= {"prompt_token_ids": self._prompts[row], "token_ids": end.ids}
         close = self._close
         if self.head.counts_all_along:
-            close = counts_so_far(self._started.get(row), self._finished.get(row))
-        beside = timed(self.head, row, ended=end is not None)
+            close = counts_so_far(self._timeline.rows[row], self._finished.get(row))
+        beside = timed(self.head, self._timeline, row, ended=end is not None)
         return f"{self._open}{sse.dump(choice)}]{beside}{close}"
 
 
@@ -242,8 +240,9 @@ class CompletionStream:
 class CompletionAnswer:
     """Collector of an answer's events into the body of a response."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, timeline: Timeline) -> None:
         self.head = head
+        self._timeline = timeline
         self._texts: list[list[str]] = [[] for _ in range(head.rows)]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(head.rows)]
         self._prompts: dict[int, tuple[int, ...]] = {}
@@ -255,13 +254,11 @@ class CompletionAnswer:
                 match event:
                     case Started(ids=ids):
                         self._prompts[row] = ids
-                        self.head.stopwatch.start(row, event)
                     case TextDelta(text, logprobs) | ReasoningDelta(text, logprobs):
                         self._texts[row].append(text)
                         self._logprobs[row] += logprobs
                     case Finished():
                         self._finished[row] = event
-                        self.head.stopwatch.finish(row, event)
 
     def body(self) -> Iterator[str]:
         """A `CompletionResponse`, once every row has finished."""
@@ -274,7 +271,7 @@ class CompletionAnswer:
             system_fingerprint=self.head.fingerprint,
             choices=[],
             usage=total((end.usage for end in ends), self.head.n),
-            **whole_times(self.head),
+            **whole_times(self.head, self._timeline),
         )
         choices = (self._choice(index, row) for index, row in enumerate(self._given()))
         return filled(whole(around), "choices", joined(choices))

@@ -40,6 +40,7 @@ from mlx_manager.mlx_server.core import (
     ToolCallDelta,
     ToolCallStarted,
 )
+from mlx_manager.mlx_server.defaults import asked_sampling
 from mlx_manager.mlx_server.errors import InvalidParameter, MLXManagerError, UnsupportedParameter
 from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.answer import new_id
@@ -55,6 +56,7 @@ from mlx_manager.mlx_server.schemas.ollama import (
     OllamaMessage,
     OllamaOptions,
 )
+from mlx_manager.mlx_server.timeline import Timeline
 
 VERSION = "0.13.5"
 """The release of Ollama whose API is served; clients compare it with what they need."""
@@ -206,7 +208,7 @@ def _request(body: OllamaBody, head: Head, prompt: Prompt) -> GenerationRequest:
 
 
 def _sampling(options: OllamaOptions) -> Sampling:
-    return Sampling.asked(
+    return asked_sampling(
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
@@ -316,11 +318,11 @@ class _Lines:
     Calls are shown whole, as Ollama's clients expect them.
     """
 
-    def __init__(self, head: Head, *, chat: bool) -> None:
+    def __init__(self, head: Head, timeline: Timeline, *, chat: bool) -> None:
         self._head = head
+        self._timeline = timeline
         self._chat = chat
         self._open: tuple[ToolCallStarted, list[str]] | None = None
-        self._started: tuple[Started, float] | None = None
         self._called = False
 
     def pieces(self, events: list[Event]) -> tuple[_Pieces, Finished | None]:
@@ -329,10 +331,8 @@ class _Lines:
         finished: Finished | None = None
         for event in events:
             match event:
-                case Admitted():
+                case Admitted() | Started():
                     pass
-                case Started():
-                    self._started = (event, self._head.clock())
                 case TextDelta(text, logprobs):
                     self._close(pieces)
                     pieces.text.append(text)
@@ -389,18 +389,17 @@ class _Lines:
 
     def figures(self, finished: Finished) -> dict[str, Any]:
         """Return the reason of the end, token counts, and durations in nanoseconds."""
-        total = self._head.elapsed()
-        begun, at = self._started or (Started(0), self._head.clock())
-        before = nanoseconds(at - self._head.began - begun.queued - begun.prefill)
+        line = self._timeline.rows[0]
+        begun = line.started or Started(0)
         return {
             "done_reason": "length" if finished.reason == "length" else "stop",
-            "total_duration": total,
-            "load_duration": before,
+            "total_duration": nanoseconds(line.end),
+            "load_duration": nanoseconds(line.first - begun.queued - begun.prefill),
             "prompt_eval_count": finished.usage.prompt_tokens,
             "prompt_eval_duration": nanoseconds(begun.prefill),
             "prompt_eval_cached_count": finished.usage.cached_tokens,
             "eval_count": finished.usage.completion_tokens,
-            "eval_duration": nanoseconds(self._head.clock() - at),
+            "eval_duration": nanoseconds(line.end - line.first),
         }
 
 
@@ -409,8 +408,8 @@ class OllamaStream:
 
     media_type = NDJSON
 
-    def __init__(self, head: Head, *, chat: bool) -> None:
-        self._lines = _Lines(head, chat=chat)
+    def __init__(self, head: Head, timeline: Timeline, *, chat: bool) -> None:
+        self._lines = _Lines(head, timeline, chat=chat)
         self._last = b""
         self.keep_alive = _encoded(self._lines.line(_Pieces()))
         """NDJSON has no comments: an empty piece is the sign of life."""
@@ -438,8 +437,8 @@ class OllamaStream:
 class OllamaAnswer:
     """Collector of an answer's events into one object."""
 
-    def __init__(self, head: Head, *, chat: bool) -> None:
-        self._lines = _Lines(head, chat=chat)
+    def __init__(self, head: Head, timeline: Timeline, *, chat: bool) -> None:
+        self._lines = _Lines(head, timeline, chat=chat)
         self._all = _Pieces()
         self._finished: Finished | None = None
 

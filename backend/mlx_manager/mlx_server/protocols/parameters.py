@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from mlx_manager.mlx_server.core import Sampling, StopRules
+from mlx_manager.mlx_server.defaults import asked_sampling
 from mlx_manager.mlx_server.errors import InvalidParameter, OutOfRange, UnsupportedParameter
 from mlx_manager.mlx_server.limits import UNLIMITED
 from mlx_manager.mlx_server.protocols.answer import Times
@@ -107,7 +108,7 @@ def sampling(body: SamplingParameters, draw: int = 0) -> Sampling:
     repetition = agreed(
         "repetition_penalty", body.repetition_penalty, "repeat_penalty", body.repeat_penalty
     )
-    return Sampling.asked(
+    return asked_sampling(
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,

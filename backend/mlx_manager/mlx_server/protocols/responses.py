@@ -37,6 +37,7 @@ from mlx_manager.mlx_server.core import (
     ToolCallStarted,
     ToolChoice,
 )
+from mlx_manager.mlx_server.defaults import asked_sampling, fill_sampling
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
     InvalidParameter,
@@ -180,7 +181,7 @@ class ResponseHead:
         Raises:
             InvalidParameter: two names of one parameter that differ.
         """
-        return sampling(self.body).filled(self.defaults())
+        return fill_sampling(sampling(self.body), self.defaults())
 
 
 def new_id(prefix: str) -> str:
@@ -244,7 +245,7 @@ def compacted(
     return GenerationRequest(
         model,
         _conversation(body, history, items),
-        Sampling.asked(),
+        asked_sampling(),
         priority=body.priority or 0,
         request_id=new_id("resp"),
     )

@@ -5,12 +5,11 @@ Source: `result_timings` in llama.cpp's server.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from mlx_manager.mlx_server.core import Finished, Started
+from mlx_manager.mlx_server.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,54 +27,39 @@ class Timing:
     first: float
 
 
-@dataclass(slots=True)
-class Stopwatch:
-    """Times the rows of an answer. clock: gives seconds. began: when the request came."""
+def timing(timeline: Timeline, row: int) -> Timing | None:
+    """Return the times of a row so far; None before its prompt has been processed."""
+    line = timeline.rows[row]
+    if line.started is None:
+        return None
+    until = timeline.now() if line.finished is None else line.end
+    return Timing(
+        line.started.prompt_tokens,
+        line.started.cached_tokens,
+        line.started.prefill,
+        line.usage.completion_tokens,
+        until - line.first,
+        line.first,
+    )
 
-    clock: Callable[[], float] = time.perf_counter
-    began: float = field(default_factory=time.perf_counter)
-    _started: dict[int, tuple[Started, float]] = field(default_factory=dict)
-    _finished: dict[int, tuple[Finished, float]] = field(default_factory=dict)
 
-    def start(self, row: int, event: Started) -> None:
-        self._started[row] = (event, self.clock())
-
-    def finish(self, row: int, event: Finished) -> None:
-        self._finished[row] = (event, self.clock())
-
-    def timing(self, row: int) -> Timing | None:
-        """Return the times of a row so far; None before its prompt has been processed."""
-        if row not in self._started:
-            return None
-        begun, at = self._started[row]
-        finished, now = self._finished.get(row, (None, self.clock()))
-        tokens = begun.drawn() if finished is None else finished.usage.completion_tokens
-        return Timing(
-            begun.prompt_tokens,
-            begun.cached_tokens,
-            begun.prefill,
-            tokens,
-            now - at,
-            at - self.began,
-        )
-
-    def told(self, rows: Iterable[int], n: int = 1) -> dict[str, Any] | None:
-        """Return the times of rows that ran side by side, n for each prompt; None if none began."""
-        found = [(row, timing) for row in rows if (timing := self.timing(row)) is not None]
-        if not found:
-            return None
-        prompts = [timing for row, timing in found if row % n == 0] or [found[0][1]]
-        timings = [timing for _, timing in found]
-        read = sum(timing.prompt_tokens - timing.cached_tokens for timing in prompts)
-        written = sum(timing.predicted_tokens for timing in timings)
-        reading = max(timing.prompt for timing in prompts)
-        writing = max(timing.predicted for timing in timings)
-        return {
-            "cache_n": sum(timing.cached_tokens for timing in prompts),
-            **_pace("prompt", read, reading),
-            **_pace("predicted", written, writing),
-            "first_token_ms": _milliseconds(min(timing.first for timing in timings)),
-        }
+def timings(timeline: Timeline, rows: Iterable[int], n: int = 1) -> dict[str, Any] | None:
+    """Return the times of rows that ran side by side, n for each prompt; None if none began."""
+    found = [(row, own) for row in rows if (own := timing(timeline, row)) is not None]
+    if not found:
+        return None
+    prompts = [own for row, own in found if row % n == 0] or [found[0][1]]
+    every = [own for _, own in found]
+    read = sum(own.prompt_tokens - own.cached_tokens for own in prompts)
+    written = sum(own.predicted_tokens for own in every)
+    reading = max(own.prompt for own in prompts)
+    writing = max(own.predicted for own in every)
+    return {
+        "cache_n": sum(own.cached_tokens for own in prompts),
+        **_pace("prompt", read, reading),
+        **_pace("predicted", written, writing),
+        "first_token_ms": _milliseconds(min(own.first for own in every)),
+    }
 
 
 def _pace(name: str, tokens: int, seconds: float) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from mlx_manager.mlx_server.config import AccessRules
-from mlx_manager.mlx_server.core import Finished, GenerationRequest, Progress, Started
+from mlx_manager.mlx_server.core import GenerationRequest
 from mlx_manager.mlx_server.errors import (
     AuthenticationFailed,
     Overloaded,
@@ -99,10 +99,10 @@ class Account:
                 param="priority",
             )
 
-    def observers(self) -> tuple[TokenCounter, ...]:
-        """Return the observers that the key's calls need."""
-        bucket = self._buckets.get("tokens")
-        return () if bucket is None else (TokenCounter(bucket),)
+    def charge(self, tokens: int) -> None:
+        """Count tokens that have been processed or drawn for the key."""
+        if "tokens" in self._buckets:
+            self._buckets["tokens"].take(tokens)
 
     # -- turns ---------------------------------------------------------------------------------
 
@@ -134,65 +134,6 @@ class Account:
 
 UNLIMITED = Account(ApiKey("", ""))
 """Account of calls without a key: no limits, and so no state."""
-
-
-class TokenCounter:
-    """Observer that takes the tokens of calls from a bucket, cancelled calls included."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-
-    @contextmanager
-    def observe(self, requests: Sequence[GenerationRequest]) -> Iterator[TokenCount]:
-        count = TokenCount(self._bucket, requests)
-        try:
-            yield count
-        finally:
-            self._bucket.take(count.drawn)
-
-
-class TokenCount:
-    """Token count of one call.
-
-    A prompt's tokens are taken from the bucket as soon as their number is known, so that the next
-    request finds them used.
-    """
-
-    def __init__(self, bucket: Bucket, requests: Sequence[GenerationRequest]) -> None:
-        self._bucket = bucket
-        self._requests = requests
-        self._started: dict[int, Started] = {}
-        self._finished: dict[int, Finished] = {}
-
-    def loading(self) -> None:
-        """Do nothing: the load of a model costs the key nothing."""
-
-    def leased(self) -> None:
-        """Do nothing: a loaded model costs the key nothing."""
-
-    def add(self, step: Progress) -> None:
-        for row, events in step:
-            if type(start := events[0]) is Started:
-                self._started[row] = start
-                if self._is_first_of_its_prompt(row):
-                    self._bucket.take(start.prompt_tokens)
-            if type(end := events[-1]) is Finished:
-                self._finished[row] = end
-
-    @property
-    def drawn(self) -> int:
-        """Return the tokens drawn for all answers, those that nobody has read included."""
-        return sum(
-            self._finished[row].usage.completion_tokens if row in self._finished else start.drawn()
-            for row, start in self._started.items()
-        )
-
-    def _is_first_of_its_prompt(self, row: int) -> bool:
-        """Return whether the row is the first of its prompt, which is counted once.
-
-        The n answers to a prompt share one prompt object.
-        """
-        return row == 0 or self._requests[row].prompt is not self._requests[row - 1].prompt
 
 
 class Accounts:

@@ -16,8 +16,8 @@ from queue import Empty, SimpleQueue
 
 from mlx_manager.mlx_server.config import AuditLimits
 from mlx_manager.mlx_server.errors import StorageFailed
-from mlx_manager.mlx_server.observability.records import CallRecord
 from mlx_manager.mlx_server.services.database import Database
+from mlx_manager.mlx_server.timeline import Timeline
 from mlx_manager.mlx_server.utils.clock import SteadyClock, ahead_of
 
 log = logging.getLogger(__name__)
@@ -92,14 +92,14 @@ class AuditLog:
         said = clock or SteadyClock()
         ahead = self._database.run(self._ahead, said())
         self._clock: Callable[[], float] = lambda: said() + ahead
-        # Records to write; who waits until everything before them has been; None at the end.
-        self._inbox: SimpleQueue[CallRecord | Future[None] | None] = SimpleQueue()
+        # Calls to write; who waits until everything before them has been; None at the end.
+        self._inbox: SimpleQueue[Timeline | Future[None] | None] = SimpleQueue()
         self._writer = threading.Thread(target=self._write_all, name="audit", daemon=True)
         self._writer.start()
 
-    def put(self, record: CallRecord) -> None:
-        """Queue a record for writing. Never waits, never fails."""
-        self._inbox.put(record)
+    def put(self, timeline: Timeline) -> None:
+        """Queue a call that has ended for writing. Never waits, never fails."""
+        self._inbox.put(timeline)
 
     async def entries(
         self,
@@ -136,30 +136,30 @@ class AuditLog:
                     batch.append(self._inbox.get_nowait())
                 except Empty:
                     break
-            self._write([item for item in batch if isinstance(item, CallRecord)])
+            self._write([item for item in batch if isinstance(item, Timeline)])
             for item in batch:
                 if isinstance(item, Future) and item.set_running_or_notify_cancel():
                     item.set_result(None)
             ended = None in batch
 
-    def _write(self, records: Sequence[CallRecord]) -> None:
-        if not records:
+    def _write(self, calls: Sequence[Timeline]) -> None:
+        if not calls:
             return
         try:
-            self._database.run(self._insert, records)
+            self._database.run(self._insert, calls)
         except StorageFailed as error:
-            self._lost(len(records))
+            self._lost(len(calls))
             if not self._failed:
                 log.warning("calls can't be written to the audit log, and are lost: %s", error)
-            self._failed += len(records)
+            self._failed += len(calls)
         else:
             if self._failed:
                 log.warning("the audit log works again; it lacks %s calls", self._failed)
             self._failed = 0
 
-    def _insert(self, records: Sequence[CallRecord]) -> None:
+    def _insert(self, calls: Sequence[Timeline]) -> None:
         self._forget()
-        self._database.execute_all(INSERT, map(_row, records))
+        self._database.execute_all(INSERT, map(_row, calls))
         while self._bytes() > self._limits.max_bytes and self._forget_tenth():
             pass
 
@@ -188,19 +188,19 @@ class AuditLog:
         return [AuditEntry(*row) for row in found]
 
 
-def _row(record: CallRecord) -> tuple[object, ...]:
-    usage, caller = record.usage, record.caller
+def _row(call: Timeline) -> tuple[object, ...]:
+    usage, caller = call.usage, call.caller
     return (
         # A `since` is no finer.
-        round(record.began, 6),
+        round(call.arrived, 6),
         caller.request_id,
         caller.key,
-        record.model[:LONGEST_MODEL],
+        call.model[:LONGEST_MODEL],
         caller.protocol,
-        len(record.rows),
+        len(call.rows),
         usage.prompt_tokens,
         usage.cached_tokens,
         usage.completion_tokens,
-        round(record.seconds, 6),
-        record.outcome,
+        round(call.seconds, 6),
+        call.outcome,
     )

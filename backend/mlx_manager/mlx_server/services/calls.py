@@ -1,17 +1,19 @@
-"""The calls under way: how long each may take, and how all of them are ended from outside."""
+"""The calls under way: their timelines, their time limits, and their end from outside."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 from mlx_manager.mlx_server.config import TimeLimits
-from mlx_manager.mlx_server.core import Admitted, Finished, GenerationRequest, Progress, Usage
+from mlx_manager.mlx_server.core import Admitted, Event, GenerationRequest
+from mlx_manager.mlx_server.engine.stream import UNREAD, Steps
 from mlx_manager.mlx_server.errors import MLXManagerError, RequestNotFound, RequestTimedOut
+from mlx_manager.mlx_server.services.accounts import UNLIMITED, Account
+from mlx_manager.mlx_server.timeline import Timeline
 
-T = TypeVar("T")
 Phase = Literal["load", "queue", "prompt", "answer"]
 UNHURRIED = TimeLimits()
 
@@ -26,32 +28,36 @@ WHERE: dict[Phase, str] = {
 class Call:
     """One call, from its arrival to the end of its last row, with the clock that may end it.
 
-    Code that works on the call awaits through `wait`, so that `interrupt` ends that work and
-    nothing else. While the caller handles earlier progress, as when a client does not read, nobody
-    waits. An interruption then releases what the call holds (`letting_go`), and the caller gets the
-    error when it asks for more.
+    Every event of the call's rows passes through `push`, the only observer of them: it writes the
+    timeline, which all others read.
 
     Attributes:
         requests: the rows.
+        timeline: moments and token counts of the call and its rows.
         phase: phase of the first row; the others may be behind.
-        usages: token usages of the rows that have finished.
-        arrived: time of arrival by the event loop's clock, in seconds.
+        steps: destination of the rows' events.
     """
 
-    def __init__(self, requests: Sequence[GenerationRequest], limits: TimeLimits) -> None:
+    def __init__(
+        self,
+        requests: Sequence[GenerationRequest],
+        limits: TimeLimits = UNHURRIED,
+        account: Account = UNLIMITED,
+    ) -> None:
         self.requests = requests
+        self.timeline = Timeline.of(requests)
         self.phase: Phase = "queue"
-        self.usages: dict[int, Usage] = {}
+        self.steps: Steps = UNREAD
         self._limits = limits
+        self._account = account
         self._loop = asyncio.get_running_loop()
-        self.arrived = self._since = self._loop.time()
+        self._arrived = self._since = self._loop.time()
         self._queued = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._waiter: asyncio.Task[Any] | None = None
-        self._held: AsyncExitStack | None = None
-        self._letting_go: asyncio.Task[bool | None] | None = None
+        self._running: asyncio.Task[Any] | None = None
+        self._lingering: asyncio.Task[Any] | None = None
+        self._let_go = False
         self._error: MLXManagerError | None = None
-        self._arm()
 
     def enter(self, phase: Phase) -> None:
         """Note that the first row has reached `phase`."""
@@ -60,88 +66,100 @@ class Call:
             self._queued += now - self._since
         self.phase = phase
         self._since = now
-        self._arm()
+        self.watch_clock()
 
-    def follow(self, step: Progress) -> None:
-        """Update the phase from the events of the call's rows."""
-        for row, events in step:
-            if type(end := events[-1]) is Finished:
-                self.usages[row] = end.usage
-        if self.phase == "answer":
-            return
-        begun = any(type(events[-1]) is not Admitted for _, events in step)
-        phase: Phase = "answer" if begun else "prompt"
-        if phase != self.phase:
-            self.enter(phase)
+    def push(self, row: int, events: list[Event], tokens: int) -> None:
+        """Write down the events of one step of a row, and put them where the call's steps go.
 
-    async def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` and return its result.
+        tokens: number drawn for the row's answer so far.
+        """
+        timeline = self.timeline
+        line = timeline.rows[row]
+        waited = line.started is None
+        timeline.follow(row, events, tokens)
+        if waited:
+            if line.started is not None and row in timeline.prompts:
+                # At once, so that the key's next request finds them used.
+                self._account.charge(line.started.prompt_tokens)
+            phase: Phase = "prompt" if type(events[-1]) is Admitted else "answer"
+            if self.phase not in (phase, "answer"):
+                self.enter(phase)
+        self.steps.put([(row, events)])
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Open a context that `interrupt` ends, in one task.
 
         Raises:
-            MLXManagerError: the error that interrupted the call; `work` is cancelled.
+            MLXManagerError: the error that interrupted the call; what the context waited for is
+                cancelled.
         """
         if self._error is not None:
-            work.close()
             raise self._error
-        task = self._waiter = asyncio.current_task()
+        task = self._running = asyncio.current_task()
         assert task is not None
         try:
-            if self._letting_go is not None:
-                await asyncio.shield(self._letting_go)
-            return await work
+            yield
         except asyncio.CancelledError:
             if self._error is None or task.uncancel() > 0:
                 raise
             raise self._error from None
         finally:
-            self._waiter = None
+            self._running = None
 
-    @asynccontextmanager
-    async def letting_go(self, held: AsyncExitStack) -> AsyncIterator[None]:
-        """Open a context in which an interruption closes `held` if nobody waits."""
-        self._held = held
+    async def linger(self) -> None:
+        """Wait until the steps have been read. An interruption ends the wait, and is no failure.
+
+        Raises:
+            MLXManagerError: nothing can be made of the steps.
+        """
+        if self._let_go:
+            return
+        task = self._lingering = asyncio.current_task()
+        assert task is not None
         try:
-            yield
+            await self.steps.taken()
+        except asyncio.CancelledError:
+            if not self._let_go or task.uncancel() > 0:
+                raise
         finally:
-            self._held = None
-            if self._letting_go is not None:
-                await asyncio.shield(self._letting_go)
+            self._lingering = None
 
     def interrupt(self, error: MLXManagerError) -> None:
         """End the call with `error`; only the first error counts.
 
-        Once all rows have finished, no error counts: then only the resources are released that are
-        held until the caller has taken the last progress.
+        Once all rows have finished, no error counts, and the call ends though its steps may not
+        have been read.
         """
-        if self._error is not None or self._letting_go is not None:
+        if self._error is not None or self._let_go:
             return
-        finished = len(self.usages) == len(self.requests)
-        if not finished:
-            self._error = error
-        if self._waiter is not None:
-            if not finished:
-                self._waiter.cancel()
-        elif self._held is not None:
-            why = (None, None, None) if finished else (type(error), error, None)
-            self._letting_go = self._loop.create_task(self._held.pop_all().__aexit__(*why))
+        if self.timeline.finished:
+            self._let_go = True
+            if self._lingering is not None:
+                self._lingering.cancel()
+            return
+        self._error = error
+        if self._running is not None:
+            self._running.cancel()
 
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _arm(self) -> None:
+    def watch_clock(self) -> None:
+        """Set the timer to the limit that is reached next."""
         self.close()
         due = [(moment, name) for moment, name in self._deadlines() if moment is not None]
         if due:
             moment, name = min(due)
             self._timer = self._loop.call_at(moment, self._expire, name)
 
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
     def _deadlines(self) -> Iterator[tuple[float | None, str]]:
         limits = self._limits
         if limits.total is not None:
-            yield self.arrived + limits.total, "timeout"
+            yield self._arrived + limits.total, "timeout"
         if limits.first_token is not None and self.phase != "answer":
-            yield self.arrived + limits.first_token, "first_token_timeout"
+            yield self._arrived + limits.first_token, "first_token_timeout"
         if limits.queue is not None and self.phase == "queue":
             yield self._since + limits.queue - self._queued, "queue_timeout"
 
@@ -181,9 +199,7 @@ class Calls:
         return len(self._calls)
 
     @contextmanager
-    def enter(
-        self, requests: Sequence[GenerationRequest], limits: TimeLimits = UNHURRIED
-    ) -> Iterator[Call]:
+    def enter(self, call: Call) -> Iterator[None]:
         """Start a call, which is under way for the length of the context.
 
         Raises:
@@ -191,12 +207,12 @@ class Calls:
         """
         if (refusal := self._refusal()) is not None:
             raise refusal
-        call = Call(requests, limits)
         self._calls[call] = None
         self._none.clear()
         self._some.set()
+        call.watch_clock()
         try:
-            yield call
+            yield
         finally:
             call.close()
             del self._calls[call]

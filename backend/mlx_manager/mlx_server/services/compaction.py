@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 
-from mlx_manager.mlx_server.core import GenerationRequest, Progress, TokenizerInfo
+from mlx_manager.mlx_server.core import GenerationRequest, TokenizerInfo
+from mlx_manager.mlx_server.engine.stream import Steps
 from mlx_manager.mlx_server.errors import ContextLengthExceeded
 from mlx_manager.mlx_server.services.inference import EverShorter, Inference
 
@@ -38,18 +38,18 @@ async def is_longer(inference: Inference, asked: GenerationRequest, threshold: i
 
 
 async def compacting(
-    inference: Inference, summaries: EverShorter, rest: Callable[[], EverShorter]
-) -> AsyncGenerator[Progress, None]:
-    """Yield the progress of a summary, and then of what is answered with it in place.
+    inference: Inference,
+    summaries: EverShorter,
+    rest: Callable[[], EverShorter],
+    steps: Steps,
+) -> None:
+    """Generate a summary, and then what is answered with it in place.
 
-    summaries: requests for it. rest: asked for once the summary is complete.
+    summaries: requests for it. rest: asked for once the reader of the steps has the whole summary.
 
     Raises:
-        MLXManagerError: as `Inference.generate`.
+        MLXManagerError: as `Generation.run`.
     """
-    async with aclosing(inference.generate_fitting(summaries)) as progress:
-        async for step in progress:
-            yield step
-    async with aclosing(inference.generate_fitting(rest())) as progress:
-        async for step in progress:
-            yield step
+    await inference.generate_fitting(summaries).run(steps)
+    await steps.taken()
+    await inference.generate_fitting(rest()).run(steps)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -15,13 +14,12 @@ from mlx_manager.mlx_server.core import (
     Encoder,
     Finished,
     GenerationRequest,
-    Progress,
     RerankRequest,
     Started,
     Usage,
 )
-from mlx_manager.mlx_server.services.calls import Call
-from mlx_manager.mlx_server.services.inference import EncoderLease, Inference
+from mlx_manager.mlx_server.engine.stream import UNREAD
+from mlx_manager.mlx_server.services.inference import EncoderLease, Inference, PushRow
 
 
 async def embed(inference: Inference, request: EmbeddingRequest) -> Encoded:
@@ -51,14 +49,12 @@ async def encode(
 ) -> Encoded:
     found: list[Encoded] = []
 
-    async def work(lease: EncoderLease, call: Call) -> AsyncGenerator[Progress, None]:
-        encoded = await question(lease.backend, partial(call.follow, [(0, [Admitted()])]))
+    async def work(lease: EncoderLease, push: PushRow) -> None:
+        encoded = await question(lease.backend, partial(push, 0, [Admitted()], 0))
         found.append(encoded)
         tokens = encoded.tokens
-        yield [(0, [Started(tokens), Finished("stop", Usage(tokens, 0))])]
+        push(0, [Started(tokens), Finished("stop", Usage(tokens, 0))], 0)
 
     leasing = inference.pool.lease(shown.model, kind)
-    async with aclosing(inference.follow([shown], leasing, work)) as progress:
-        async for _ in progress:
-            pass
+    await inference.call([shown], leasing, work).run(UNREAD)
     return found[0]

@@ -20,10 +20,12 @@ from collections.abc import (
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
+    ExitStack,
     aclosing,
     asynccontextmanager,
 )
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from mlx_manager.mlx_server.config import TimeLimits
@@ -44,12 +46,15 @@ from mlx_manager.mlx_server.core import (
     TokenizerInfo,
     Tokens,
 )
+from mlx_manager.mlx_server.defaults import fill_sampling, overlaid, overlaid_prompt
+from mlx_manager.mlx_server.engine.stream import Inbox, Steps, Work, steps, working
 from mlx_manager.mlx_server.errors import MLXManagerError
-from mlx_manager.mlx_server.observability.observer import Observer, observe_all
+from mlx_manager.mlx_server.observability.observer import Observer, observed
 from mlx_manager.mlx_server.protocols import chat, completions, sse
 from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, CompletionRequest
 from mlx_manager.mlx_server.services.accounts import UNLIMITED, Account
 from mlx_manager.mlx_server.services.calls import UNHURRIED, Call, Calls
+from mlx_manager.mlx_server.timeline import Timeline
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
@@ -269,6 +274,22 @@ class ModelPool(Protocol):
 
 
 NOBODY = Caller()
+PushRow = Callable[[int, list[Event], int], None]
+"""`core.Push` for several rows; the first argument is the row's index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A call that is ready to run.
+
+    timeline: the call's; it arrived when this was made. run: runs the call, and returns once its
+    rows have finished and their steps, which it puts where its argument says, have been read. Then
+    nothing is held any more. Cancelling `run` cancels every row. It raises RequestTimedOut where a
+    limit is reached, and any MLXManagerError of a row, whose failure ends them all.
+    """
+
+    timeline: Timeline
+    run: Work
 
 
 class Inference:
@@ -289,83 +310,88 @@ class Inference:
         limits: TimeLimits = UNHURRIED,
     ) -> None:
         self.pool = pool
-        self.observers = (*observers, *account.observers())
+        self.observers = observers
         self.caller = caller
         self.account = account
         self.calls = Calls() if calls is None else calls
         self.limits = limits
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Progress, None]:
-        """Yield the progress of `requests`, which all name the same model, until all have finished.
-
-        Closing the iterator cancels every row. The lease is held until the last of them has ended.
-
-        Raises:
-            RequestTimedOut: one of the limits has been reached.
-            MLXManagerError: one row's failure ends them all.
-        """
+    def generate(self, requests: Sequence[GenerationRequest]) -> Generation:
+        """Return a call that answers `requests`, which all name the same model."""
         own = self._own(requests)
         leasing = self.pool.lease(own[0].model, "text")
-        return self.follow(own, leasing, lambda lease, _: rows(lease.backend, own))
+        return self.call(own, leasing, lambda lease, push: rows(lease.backend, own, push))
 
-    def generate_fitting(self, requests: EverShorter) -> AsyncGenerator[Progress, None]:
-        """Yield the progress of the first of `requests` that leaves room for an answer.
+    def generate_fitting(self, requests: EverShorter) -> Generation:
+        """Return a call that answers the first of `requests` that leaves room for an answer.
 
         If none leaves room, the last is generated. See `generate`.
         """
         whole = self._own([requests[0]])
 
-        def work(lease: Lease, _: Call) -> AsyncGenerator[Progress, None]:
-            return fitting(lease.backend, requests, self._own)
+        async def work(lease: Lease, push: PushRow) -> None:
+            request = await first_fitting(lease.backend, requests, self._own)
+            await rows(lease.backend, [request], push)
 
-        return self.follow(whole, self.pool.lease(whole[0].model, "text"), work)
+        return self.call(whole, self.pool.lease(whole[0].model, "text"), work)
 
     def _own(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """Return the requests in the caller's name, with default sampling and owner's overlay."""
         model = requests[0].model
         defaults, overlay = self.pool.sampling(model), self.pool.overlay(model)
         # The answers to one prompt go on sharing it.
-        prompts = {id(request.prompt): overlay.prompt(request.prompt) for request in requests}
+        prompts = {id(each.prompt): overlaid_prompt(each.prompt, overlay) for each in requests}
         return [
             replace(
-                overlay.request(request, prompts[id(request.prompt)]),
+                overlaid(request, prompts[id(request.prompt)], overlay),
                 caller=self.caller,
-                sampling=request.sampling.filled(defaults),
+                sampling=fill_sampling(request.sampling, defaults),
                 priority=self.account.priority(request.priority),
             )
             for request in requests
         ]
 
-    async def follow(
+    def call(
         self,
         requests: Sequence[GenerationRequest],
         leasing: AbstractAsyncContextManager[L],
-        work: Callable[[L, Call], AsyncGenerator[Progress, None]],
-    ) -> AsyncGenerator[Progress, None]:
-        """Yield the progress of one call's work on the model that `leasing` gives; see `generate`.
+        work: Callable[[L, PushRow], Coroutine[Any, Any, None]],
+    ) -> Generation:
+        """Return a call whose `work` is done on the model that `leasing` gives."""
+        call = Call(requests, self.limits, self.account)
+        return Generation(call.timeline, partial(self._run, call, leasing, work))
+
+    async def _run(
+        self,
+        call: Call,
+        leasing: AbstractAsyncContextManager[L],
+        work: Callable[[L, PushRow], Coroutine[Any, Any, None]],
+        steps: Steps,
+    ) -> None:
+        """Run a call; see `Generation`.
 
         The one path of every protocol: the key's turn, the model, the clock, the observers.
         """
-        self.account.check_priority(requests)
-        async with AsyncExitStack() as held:
-            call = held.enter_context(self.calls.enter(requests, self.limits))
-            observations = held.enter_context(observe_all(self.observers, requests))
-            await call.wait(held.enter_async_context(self.account.turn()))
-            call.enter("load")
-            if not self.pool.is_loaded(requests[0].model):
-                for observation in observations:
-                    observation.loading()
-            lease = await call.wait(held.enter_async_context(leasing))
-            call.enter("queue")
-            for observation in observations:
-                observation.leased()
-            progress = await held.enter_async_context(aclosing(work(lease, call)))
-            async with call.letting_go(held):
-                while (step := await call.wait(anext(progress, None))) is not None:
-                    call.follow(step)
-                    for observation in observations:
-                        observation.add(step)
-                    yield step
+        self.account.check_priority(call.requests)
+        call.steps = steps
+        with ExitStack() as watched:
+            watched.enter_context(self.calls.enter(call))
+            watched.enter_context(observed(self.observers, call.requests, call.timeline))
+            watched.callback(self._charge_answers, call.timeline)
+            async with AsyncExitStack() as held:
+                with call.interruptible():
+                    await held.enter_async_context(self.account.turn())
+                    call.enter("load")
+                    if not self.pool.is_loaded(call.requests[0].model):
+                        call.timeline.loading = call.timeline.now()
+                    lease = await held.enter_async_context(leasing)
+                    call.timeline.leased = call.timeline.now()
+                    call.enter("queue")
+                    await work(lease, call.push)
+            await call.linger()
+
+    def _charge_answers(self, timeline: Timeline) -> None:
+        self.account.charge(timeline.usage.completion_tokens)
 
     async def ask(
         self,
@@ -381,8 +407,8 @@ class Inference:
             RequestTimedOut: one of the limits has been reached.
             MLXManagerError: there is no such model, or it has no answer.
         """
-        async with self._asking(model, kind) as (call, backend):
-            return await call.wait(question(backend, key=self.caller.key))
+        async with self._asking(model, kind) as backend:
+            return await question(backend, key=self.caller.key)
 
     async def count(self, requests: EverShorter) -> int:
         """Return the number of tokens of the prompt that `generate_fitting` would read.
@@ -390,24 +416,25 @@ class Inference:
         Raises:
             MLXManagerError: as `ask`.
         """
-        async with self._asking(requests[0].model, "text") as (call, backend):
-            fitting = await call.wait(first_fitting(backend, requests, self._own))
-            asked = backend.tokenize(fitting.prompt, key=self.caller.key)
-            return len((await call.wait(asked)).ids)
+        async with self._asking(requests[0].model, "text") as backend:
+            fitting = await first_fitting(backend, requests, self._own)
+            return len((await backend.tokenize(fitting.prompt, key=self.caller.key)).ids)
 
     @asynccontextmanager
     async def _asking(
         self, model: str, kind: Literal["text"] | None
-    ) -> AsyncGenerator[tuple[Call, TokenBackend], None]:
-        """Yield the call that waits for a model's tokenizer, and the backend that has it."""
-        shown = self.reading(model, self.caller.request_id)
+    ) -> AsyncGenerator[TokenBackend, None]:
+        """Yield the backend of a model that is asked about its tokens, by a call that is watched by
+        the clock alone."""
+        call = Call([self.reading(model, self.caller.request_id)], self.limits)
         leasing = self.pool.lease(model, kind)
-        with self.calls.enter([shown], self.limits) as call:
+        with self.calls.enter(call):
             async with AsyncExitStack() as held:
-                call.enter("load")
-                lease = await call.wait(held.enter_async_context(leasing))
-                call.enter("prompt")
-                yield call, lease.backend
+                with call.interruptible():
+                    call.enter("load")
+                    lease = await held.enter_async_context(leasing)
+                    call.enter("prompt")
+                    yield lease.backend
 
     def reading(
         self, model: str, request_id: str, inputs: tuple[str | tuple[int, ...], ...] = ()
@@ -425,18 +452,6 @@ class Inference:
             request_id=request_id,
             caller=self.caller,
         )
-
-
-async def fitting(
-    backend: TokenBackend,
-    requests: EverShorter,
-    own: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]],
-) -> AsyncGenerator[Progress, None]:
-    """Run the first of `requests` that leaves room for an answer; see `generate_fitting`."""
-    request = await first_fitting(backend, requests, own)
-    async with aclosing(rows(backend, [request])) as progress:
-        async for step in progress:
-            yield step
 
 
 async def first_fitting(
@@ -459,48 +474,31 @@ async def first_fitting(
     return own([requests[first]])[0]
 
 
-async def rows(
-    backend: Backend, requests: Sequence[GenerationRequest]
-) -> AsyncGenerator[Progress, None]:
-    """Run `requests` side by side and yield what comes from any of them, as it comes."""
-    streams = [backend.generate(request) for request in requests]
-    if len(streams) == 1:
-        try:
-            async for events in streams[0]:
-                yield [(0, events)]
-        finally:
-            await close(streams)
+async def rows(backend: Backend, requests: Sequence[GenerationRequest], push: PushRow) -> None:
+    """Run `requests` side by side until all of them have finished, and push the events of each.
+
+    Raises:
+        MLXManagerError: one row's failure ends them all.
+    """
+    if len(requests) == 1:
+        await backend.generate(requests[0], partial(push, 0))
         return
-    pending = {asyncio.create_task(pull(stream)): row for row, stream in enumerate(streams)}
+    running = [
+        asyncio.create_task(backend.generate(request, partial(push, row)))
+        for row, request in enumerate(requests)
+    ]
     try:
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            step: Progress = []
-            for task in sorted(done, key=pending.__getitem__):
-                row = pending.pop(task)
-                if (new := task.result()) is not None:
-                    step.append((row, new))
-                    pending[asyncio.create_task(pull(streams[row]))] = row
-            if step:
-                yield step
+        await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        for task in running:
+            if task.done():
+                task.result()
     finally:
-        for task in pending:
+        for task in running:
             task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        await close(streams)
+        await asyncio.gather(*running, return_exceptions=True)
 
 
-async def pull(stream: AsyncIterator[T]) -> T | None:
-    """Return the next item, or None at the end."""
-    return await anext(stream, None)
-
-
-async def close(streams: Sequence[AsyncIterator[list[Event]]]) -> None:
-    for stream in streams:
-        await stream.aclose()  # type: ignore[attr-defined]
-
-
-class Stream(Protocol):
+class Writer(Protocol):
     """Writer of progress as a stream of `media_type`; `protocols` has one for each shape of answer.
 
     `keep_alive` is sent whenever there has been nothing to write for a while.
@@ -534,26 +532,32 @@ class Answer(Protocol):
 
 
 async def collect(
-    progress: AsyncGenerator[Progress, None],
-    answer: Answer,
-    begun: Callable[[Started], object] = id,
+    work: Work, answer: Answer, begun: Callable[[Started], object] = id
 ) -> Iterator[str]:
-    """The body of an answer that is not streamed, in pieces: the stream, collected.
+    """Return the body of an answer that is not streamed, in pieces: the stream, collected.
 
     begun: told of each row's beginning.
+
+    Raises:
+        MLXManagerError: the work's failure, or there is no body for what the model wrote.
     """
-    async with aclosing(progress):
-        async for step in progress:
-            for _, events in step:
-                if type(start := events[0]) is Started:
-                    begun(start)
+    inbox = Inbox()
+    async with working(work, inbox) as task:
+        async for step in inbox:
+            for start in starts(step):
+                begun(start)
             try:
                 answer.add(step)
             except MLXManagerError as error:
                 # Those who watch the call see it fail.
-                await progress.athrow(error)
-                raise
+                inbox.refuse(error)
+        await task
     return answer.body()
+
+
+def starts(progress: Progress) -> list[Started]:
+    """Return the beginnings of rows in some progress."""
+    return [event for _, events in progress for event in events[:2] if type(event) is Started]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -584,10 +588,10 @@ async def generate_chat_completion(
     )
     pool = pool or _shared_pool()
     head = chat.head(body, pool.resolve(body.model))
-    progress = Inference(pool).generate(chat.requests(body, head))
+    generation = Inference(pool).generate(chat.requests(body, head))
     if body.stream:
-        return _chunks(progress, chat.ChatStream(head))
-    return await _object(progress, chat.ChatAnswer(head))
+        return _chunks(generation.run, chat.ChatStream(head, generation.timeline))
+    return await _object(generation.run, chat.ChatAnswer(head, generation.timeline))
 
 
 async def generate_completion(
@@ -606,25 +610,23 @@ async def generate_completion(
     )
     pool = pool or _shared_pool()
     head = completions.head(body, pool.resolve(body.model))
-    progress = Inference(pool).generate(completions.requests(body, head))
+    generation = Inference(pool).generate(completions.requests(body, head))
     if body.stream:
-        return _chunks(progress, completions.CompletionStream(head))
-    return await _object(progress, completions.CompletionAnswer(head))
+        return _chunks(generation.run, completions.CompletionStream(head, generation.timeline))
+    return await _object(generation.run, completions.CompletionAnswer(head, generation.timeline))
 
 
-async def _object(progress: AsyncGenerator[Progress, None], answer: Answer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads("".join(await collect(progress, answer)))
+async def _object(work: Work, answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads("".join(await collect(work, answer)))
     return found
 
 
-async def _chunks(
-    progress: AsyncGenerator[Progress, None], stream: Stream
-) -> AsyncGenerator[dict[str, Any], None]:
-    async with aclosing(progress):
+async def _chunks(work: Work, writer: Writer) -> AsyncGenerator[dict[str, Any], None]:
+    async with aclosing(steps(work)) as progress:
         async for step in progress:
-            for chunk in sse.parse(stream.write(step)):
+            for chunk in sse.parse(writer.write(step)):
                 yield chunk
-    for chunk in sse.parse(stream.end()):
+    for chunk in sse.parse(writer.end()):
         yield chunk
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_manager.mlx_server.config import ResponseLimits
-from mlx_manager.mlx_server.core import Progress
+from mlx_manager.mlx_server.engine.stream import Steps, Work
 from mlx_manager.mlx_server.errors import ResponseNotFound, StorageFailed
 from mlx_manager.mlx_server.services.database import Database
 from mlx_manager.mlx_server.utils.clock import SteadyClock, ahead_of
@@ -300,15 +299,11 @@ class ResponseStore:
         self._database.execute("DELETE FROM responses WHERE used < ?", (oldest,))
 
 
-async def saving(
-    progress: AsyncGenerator[Progress, None], save: Callable[[], Awaitable[None]]
-) -> AsyncGenerator[Progress, None]:
-    """Yield `progress`, and `save` once the reader has taken the last of it.
+async def saving(work: Work, save: Callable[[], Awaitable[None]], steps: Steps) -> None:
+    """Do `work`, and `save` once the reader of its steps has taken the last of them.
 
     The end of the answer is sent afterwards, so that a client that continues at once finds the
     response.
     """
-    async with aclosing(progress):
-        async for step in progress:
-            yield step
+    await work(steps)
     await save()

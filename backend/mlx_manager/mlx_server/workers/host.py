@@ -48,7 +48,7 @@ from mlx_manager.mlx_server.workers.messages import (
     Render,
     Tokenize,
 )
-from mlx_manager.mlx_server.workers.wire import Wire, failure
+from mlx_manager.mlx_server.workers.rows import ServedRows, failure
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.workers.model import Model
@@ -77,7 +77,7 @@ class Host:
         self._make = make
         self._model: Model | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._wire = Wire(self._channel.send, self._ends_broken, self._look_ahead)
+        self._rows = ServedRows(self._channel.send, self._ends_broken, self._look_ahead)
         self._threads = DaemonThreads(ASKED_AT_ONCE)
         self._ended = False
 
@@ -120,7 +120,7 @@ class Host:
     def _cancel(self, number: int) -> None:
         if number in self._tasks:
             self._tasks[number].cancel()
-        row = self._wire.rows.pop(number, None)
+        row = self._rows.rows.pop(number, None)
         if row is not None and row.cancel is not None:
             row.cancel()
 
@@ -182,12 +182,12 @@ class Host:
 
     async def _generate(self, number: int, request: GenerationRequest, backend: Any) -> None:
         """Begin a row; its events are sent from the MLX thread."""
-        row = self._wire.row(number)
+        row = self._rows.row(number)
         try:
             row.cancel = await backend.begin(request, row)
         finally:
             if row.cancel is None:
-                self._wire.rows.pop(number, None)
+                self._rows.rows.pop(number, None)
 
     def _look_ahead(self) -> None:
         self._the_model().memory.look_ahead()
@@ -196,7 +196,7 @@ class Host:
         """Give a sign of life while there is work, and end where the GPU takes no more."""
         while True:
             await asyncio.sleep(PULSE)
-            if self._tasks or self._wire.rows:
+            if self._tasks or self._rows.rows:
                 self._channel.send(Alive(model.thread.silence))
             # What the last rows have left is told when they have ended.
             model.memory.look_ahead()

@@ -242,7 +242,7 @@ class Begun:
     number: int
 
 
-Row = tuple[int, int, str | list[Event]]
+RowNews = tuple[int, int, str | list[Event]]
 """A question's number, the tokens drawn for it so far, and its events; a text is one `TextDelta`
 without log-probabilities, as most are."""
 
@@ -251,7 +251,7 @@ without log-probabilities, as most are."""
 class News:
     """Events of all rows that a step had any for."""
 
-    rows: list[Row]
+    rows: list[RowNews]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from mlx_manager.mlx_server.core import (
     Conversation,
     EmbeddingRequest,
     Encoded,
-    Event,
     GenerationRequest,
     Prompt,
+    Push,
     RerankRequest,
     Tokenized,
     TokenizerInfo,
@@ -38,9 +38,9 @@ class Proxy:
         self._worker = worker
         self._facts = facts
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[list[Event]]:
-        """Yield the answer's events; see `core.Backend`."""
-        return self._worker.generate(request)
+    async def generate(self, request: GenerationRequest, push: Push) -> None:
+        """Answer a request; see `core.Backend`."""
+        await self._worker.generate(request, push)
 
     async def embed(self, request: EmbeddingRequest, begun: Callable[[], None]) -> Encoded:
         """Return a vector for each input; see `core.Encoder`."""

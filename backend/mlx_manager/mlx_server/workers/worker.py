@@ -6,21 +6,16 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from time import monotonic
 from typing import Any
 
-from mlx_manager.mlx_server.core import (
-    Event,
-    Finished,
-    GenerationRequest,
-    Started,
-    TextDelta,
-)
-from mlx_manager.mlx_server.engine.stream import EventStream, Outbox
+from mlx_manager.mlx_server.core import Event, Finished, GenerationRequest, Push, TextDelta
+from mlx_manager.mlx_server.engine.stream import LoopRow, Outbox
 from mlx_manager.mlx_server.errors import MLXManagerError, WorkerFailed
 from mlx_manager.mlx_server.workers.channel import Channel
 from mlx_manager.mlx_server.workers.messages import (
@@ -42,6 +37,7 @@ from mlx_manager.mlx_server.workers.messages import (
     News,
     Question,
     Rank,
+    RowNews,
     Using,
 )
 from mlx_manager.mlx_server.workers.process import Process
@@ -49,26 +45,6 @@ from mlx_manager.mlx_server.workers.process import Process
 log = logging.getLogger(__name__)
 MemoryNews = Need | GaveBack | DeviceFull | Using
 ON_PURPOSE = "the server has ended it"
-
-
-class Row:
-    """A row under way: its stream, and how many tokens are known to be drawn for it."""
-
-    def __init__(self, stream: EventStream) -> None:
-        self.stream = stream
-        self.drawn = 0
-
-    def known(self) -> int:
-        return self.drawn
-
-    def events(self, told: str | list[Event]) -> list[Event]:
-        """Return the events of a row's news, with what only this side can do."""
-        if isinstance(told, str):
-            return [TextDelta(told)]
-        if type(begun := told[0]) is Started:
-            own = replace(begun, drawn=self.known, shortcut=self.stream.shorten)
-            return [own, *told[1:]]
-        return told
 
 
 @dataclass(slots=True)
@@ -117,7 +93,7 @@ class Worker:
         self._on_memory = on_memory
         self._on_end = on_end
         self._numbers = count(1)
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, LoopRow] = {}
         self._asked: dict[int, Pending] = {}
         self._outbox = Outbox()
         self._lock = threading.Lock()
@@ -148,17 +124,16 @@ class Worker:
             if self._asked.pop(number, None) is not None:
                 self._channel.send(Cancel(number))
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Event]]:
-        """Yield a request's events; see `core.Backend`."""
-        stream = EventStream(asyncio.get_running_loop())
-        number = self._enter(self._rows, Row(stream))
+    async def generate(self, request: GenerationRequest, push: Push) -> None:
+        """Answer a request; see `core.Backend`."""
+        row = LoopRow(push)
+        number = self._enter(self._rows, row)
         self._channel.send(Ask(number, Generate(request), request.caller.key))
-        try:
-            async for events in stream:
-                yield events
-        finally:
-            if self._rows.pop(number, None) is not None and not stream.ended:
-                self._channel.send(Cancel(number))
+        await row.over(partial(self._cancel, number))
+
+    def _cancel(self, number: int) -> None:
+        if self._rows.pop(number, None) is not None:
+            self._channel.send(Cancel(number))
 
     def send(self, message: object) -> None:
         """Send what has no answer."""
@@ -246,19 +221,18 @@ class Worker:
             case Need() | GaveBack() | DeviceFull() | Using():
                 self._on_memory(self, message)
 
-    def _deliver(self, rows: list[tuple[int, int, str | list[Event]]]) -> None:
-        for number, drawn, told in rows:
+    def _deliver(self, rows: list[RowNews]) -> None:
+        for number, tokens, told in rows:
             row = self._rows.get(number)
             if row is None:
-                # Nobody reads it any more.
+                # Nobody waits for it any more.
                 continue
-            row.drawn = drawn
-            events = row.events(told)
+            events: list[Event] = [TextDelta(told)] if isinstance(told, str) else told
             if type(events[-1]) is Finished:
-                # Its reader may have left at this moment.
+                # Its caller may have left at this moment.
                 self._rows.pop(number, None)
                 self.served += 1
-            self._outbox.put(row.stream, events)
+            self._outbox.forward(row, events, tokens)
         self._outbox.flush()
 
     def _tell_begun(self, number: int) -> None:
@@ -274,7 +248,7 @@ class Worker:
     def _fail(self, number: int, error: MLXManagerError) -> None:
         row = self._rows.pop(number, None)
         if row is not None:
-            self._outbox.fail(row.stream, error)
+            self._outbox.fail(row, error)
             self._outbox.flush()
         self._settle(number, lambda outcome: outcome.set_exception(error))
 

@@ -39,12 +39,13 @@ async def arrives_at_once(demo: Demo, prompt: Prompt, seconds: float) -> bool:
     request = GenerationRequest(MODEL, prompt, max_tokens=200, stop=StopRules(ignore_eos=True))
     async with demo.pool.lease(MODEL):
         assert waited_for(demo, 0, seconds=60)
-        answer = demo.backend.generate(request)
-        first = asyncio.ensure_future(anext(answer))
+        begun = asyncio.Event()
+        answer = asyncio.create_task(demo.backend.generate(request, lambda *_: begun.set()))
         await asyncio.sleep(0)
         found = waited_for(demo, 1, seconds)
-        await first
-        await answer.aclose()
+        await begun.wait()
+        answer.cancel()
+        await asyncio.wait([answer])
     return found
 
 

@@ -48,6 +48,7 @@ from mlx_manager.mlx_server.encoders import encoder
 from mlx_manager.mlx_server.encoders import loop as encoder_engine
 from mlx_manager.mlx_server.encoders.encoder import Encoder
 from mlx_manager.mlx_server.encoders.loop import EncoderEngine
+from mlx_manager.mlx_server.engine.stream import events_of
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -527,7 +528,7 @@ async def test_chats_go_on_while_texts_are_made_tokens(
         asking = [asyncio.create_task(embed(pool, "bert-mean", "x")) for _ in range(40)]
         async with asyncio.timeout(20), pool.lease("mlx-manager/demo", "text") as lease:
             asked = GenerationRequest("mlx-manager/demo", Text("Hello"), max_tokens=2)
-            assert [events async for events in lease.backend.generate(asked)]
+            assert [events async for events in events_of(lease.backend, asked)]
         go_on.set()
         assert len(await asyncio.gather(*asking)) == 40
 
@@ -642,7 +643,7 @@ async def test_chats_and_embeddings_are_answered_beside_each_other(pool: ModelPo
     async def chat() -> int:
         async with pool.lease("mlx-manager/demo", "text") as lease:
             asked = GenerationRequest("mlx-manager/demo", Text("Hello"), max_tokens=40)
-            return len([events async for events in lease.backend.generate(asked)])
+            return len([events async for events in events_of(lease.backend, asked)])
 
     texts = tuple("y" * (20 + n % 60) for n in range(400))
     chatting = asyncio.create_task(chat())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model, load_tokenizer
 
 from mlx_manager.mlx_server.config import EngineLimits
-from mlx_manager.mlx_server.core import Admitted, Event, Finished, Sampling, Started
+from mlx_manager.mlx_server.core import Event, Finished, Progress, Sampling, Started
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.sequence import Sequence
-from mlx_manager.mlx_server.engine.stream import EventStream
+from mlx_manager.mlx_server.engine.stream import Inbox, LoopRow, working
 from mlx_manager.mlx_server.engine.text_engine import TextEngine
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.execution.forward import Forward
@@ -44,6 +43,28 @@ class RecordingParser(OutputParser):
         return super().push(token_id)
 
 
+class EventStream(LoopRow):
+    """A row whose events are read, all that have come since the last time as one list."""
+
+    def __init__(self) -> None:
+        self._inbox = Inbox()
+        super().__init__(lambda events, _: self._inbox.put([(0, events)]))
+        self._steps = self._read()
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> list[Event]:
+        [(_, events)] = await anext(self._steps)
+        return events
+
+    async def _read(self) -> AsyncGenerator[Progress, None]:
+        async with working(lambda _: self.over(lambda: None), self._inbox) as task:
+            async for step in self._inbox:
+                yield step
+            await task
+
+
 @dataclass
 class Row:
     sequence: Sequence
@@ -65,11 +86,13 @@ class Row:
         return last
 
     async def started(self) -> Started:
-        assert await anext(self.stream) == [Admitted()]
+        """Wait for the end of the prefill."""
+        events: list[Event] = []
+        while not (found := [event for event in events if isinstance(event, Started)]):
+            events += await anext(self.stream)
         # To who looks late the rest comes at once, up to the end.
-        first, *self.came_with_start = await anext(self.stream)
-        assert isinstance(first, Started)
-        return first
+        self.came_with_start = events[events.index(found[0]) + 1 :]
+        return found[0]
 
 
 class Rig:
@@ -138,7 +161,7 @@ class Rig:
         output: OutputFormat = PLAIN,
     ) -> Row:
         """A sequence that has not been submitted."""
-        stream = EventStream(asyncio.get_running_loop())
+        stream = EventStream()
         parser = RecordingParser(self.texts.stream(output), output, stop)
         sequence = Sequence(
             prompt,

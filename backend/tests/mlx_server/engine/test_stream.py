@@ -15,6 +15,7 @@ from tiny_models import make_tiny_model
 from mlx_manager.mlx_server.core import (
     Event,
     Finished,
+    Progress,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -23,7 +24,7 @@ from mlx_manager.mlx_server.core import (
     ToolCallStarted,
     Usage,
 )
-from mlx_manager.mlx_server.engine.stream import EventStream, Outbox, merge
+from mlx_manager.mlx_server.engine.stream import Inbox, LoopRow, Outbox, merge, steps, working
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory
 
 DONE = Finished("stop", Usage(1, 2))
@@ -39,8 +40,101 @@ class CountingLoop(asyncio.SelectorEventLoop):
         return super().call_soon_threadsafe(callback, *args, **more)
 
 
-def stream() -> EventStream:
-    return EventStream(asyncio.get_running_loop())
+# ---------------------------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------------------------
+
+
+class Told:
+    """A row, what has been pushed of it, and the task that waits for its end."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.tokens = 0
+        self.cancelled = False
+        self.row = LoopRow(self.push)
+        self.over = asyncio.create_task(self.row.over(self.cancel))
+
+    def push(self, events: list[Event], tokens: int) -> None:
+        self.events += events
+        self.tokens = tokens
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def letters(row: LoopRow, text: str) -> None:
+    """One step for each."""
+    outbox = Outbox()
+    for letter in text:
+        outbox.put(row, [TextDelta(letter)])
+        outbox.flush()
+
+
+async def test_a_row_is_told_each_step_and_the_number_of_its_tokens_then() -> None:
+    told, outbox = Told(), Outbox()
+    told.row.drawn = iter((1, 2, 5)).__next__
+    for text in "abc":
+        outbox.put(told.row, [TextDelta(text)])
+        outbox.flush()
+    assert told.events == []
+    await asyncio.sleep(0)
+    assert told.events == [TextDelta("a"), TextDelta("b"), TextDelta("c")]
+    assert told.tokens == 5
+
+
+async def test_a_row_ends_with_its_last_event() -> None:
+    told, outbox = Told(), Outbox()
+    outbox.put(told.row, [TextDelta("a"), DONE])
+    outbox.flush()
+    await told.over
+    assert told.events == [TextDelta("a"), DONE]
+    assert not told.cancelled
+
+
+async def test_events_before_a_failure_are_told_first() -> None:
+    told, outbox = Told(), Outbox()
+    outbox.put(told.row, [Started(3), TextDelta("a")])
+    outbox.fail(told.row, OutOfMemory("full"))
+    outbox.flush()
+    with pytest.raises(OutOfMemory):
+        await told.over
+    assert told.events == [Started(3), TextDelta("a")]
+    assert not told.cancelled
+
+
+async def test_a_row_that_is_not_waited_for_is_cancelled_and_told_nothing_more() -> None:
+    told, neighbour, outbox = Told(), Told(), Outbox()
+    await asyncio.sleep(0)
+    told.over.cancel()
+    await asyncio.wait([told.over])
+    assert told.cancelled
+    for each in (told, neighbour):
+        outbox.put(each.row, [TextDelta("a"), DONE])
+    outbox.fail(told.row, GenerationFailed("late"))
+    outbox.flush()
+    await neighbour.over
+    assert (told.events, neighbour.events) == ([], [TextDelta("a"), DONE])
+
+
+async def test_a_push_that_fails_keeps_nothing_from_the_rows_behind_it() -> None:
+    def fails(events: list[Event], tokens: int) -> None:
+        raise ZeroDivisionError
+
+    reported: list[BaseException] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
+    before, behind, outbox = Told(), Told(), Outbox()
+    rows = [before.row, LoopRow(fails), LoopRow(fails), behind.row]
+    for letter in "ab":
+        for row in rows:
+            outbox.put(row, [TextDelta(letter)])
+        outbox.flush()
+    await asyncio.sleep(0)
+    assert [type(error) for error in reported] == [ZeroDivisionError] * 2
+    for told in (before, behind):
+        assert told.events == [TextDelta("a"), TextDelta("b")]
+        told.over.cancel()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -48,188 +142,153 @@ def stream() -> EventStream:
 # ---------------------------------------------------------------------------------------------
 
 
+def say(inbox: Inbox, text: str, row: int = 0) -> None:
+    """One step for each letter."""
+    for letter in text:
+        inbox.put([(row, [TextDelta(letter)])])
+
+
 async def test_a_prompt_reader_gets_every_step_by_itself() -> None:
-    outbox, own = Outbox(), stream()
-    got = []
+    inbox, got = Inbox(), []
     for text in "abc":
-        outbox.put(own, [TextDelta(text)])
-        outbox.flush()
-        got.append(await anext(own))
-    assert got == [[TextDelta("a")], [TextDelta("b")], [TextDelta("c")]]
+        say(inbox, text)
+        got.append(await anext(inbox))
+    assert got == [[(0, [TextDelta(text)])] for text in "abc"]
 
 
-async def test_a_slow_reader_gets_fewer_and_longer_lists() -> None:
-    outbox, own = Outbox(), stream()
-    steps = [[Started(3)], [TextDelta("a")], [TextDelta("b")], [TextDelta("c"), DONE]]
-    for events in steps:
-        outbox.put(own, events)
-        outbox.flush()
-    await asyncio.sleep(0)
-    assert [events async for events in own] == [[Started(3), TextDelta("abc"), DONE]]
+async def test_a_slow_reader_gets_all_rows_as_one_step() -> None:
+    inbox = Inbox()
+    for row in (1, 0):
+        inbox.put([(row, [Started(3)])])
+        say(inbox, "ab", row)
+    inbox.put([(0, [DONE])])
+    inbox.end()
+    found = [step async for step in inbox]
+    assert found == [[(1, [Started(3), TextDelta("ab")]), (0, [Started(3), TextDelta("ab"), DONE])]]
 
 
-async def test_a_slow_reader_does_not_delay_others() -> None:
-    outbox, slow, quick = Outbox(), stream(), stream()
-    for text in "abcdef":
-        outbox.put(slow, [TextDelta(text)])
-        outbox.put(quick, [TextDelta(text)])
-        outbox.flush()
-        assert await anext(quick) == [TextDelta(text)]
-    assert await anext(slow) == [TextDelta("abcdef")]
+async def test_work_ends_with_its_reader_and_the_reader_after_its_work() -> None:
+    ended = asyncio.Event()
+
+    async def work(inbox: Inbox) -> None:
+        try:
+            say(inbox, "ab")
+            await inbox.taken()
+            say(inbox, "c")
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    progress = steps(work)
+    assert await anext(progress) == [(0, [TextDelta("ab")])]
+    assert await anext(progress) == [(0, [TextDelta("c")])]
+    await progress.aclose()
+    assert ended.is_set()
 
 
-async def test_the_stream_ends_after_finished() -> None:
-    outbox, own = Outbox(), stream()
-    outbox.put(own, [TextDelta("a"), DONE])
-    outbox.flush()
-    assert [events async for events in own] == [[TextDelta("a"), DONE]]
-    assert own.ended
-    with pytest.raises(StopAsyncIteration):
-        await anext(own)
+async def test_a_failure_comes_after_all_that_was_put_before_it() -> None:
+    async def work(inbox: Inbox) -> None:
+        say(inbox, "a")
+        raise GenerationFailed("it broke")
+
+    progress = steps(work)
+    assert await anext(progress) == [(0, [TextDelta("a")])]
+    with pytest.raises(GenerationFailed, match="it broke"):
+        await anext(progress)
 
 
-async def test_events_before_a_failure_are_given_first() -> None:
-    outbox, own = Outbox(), stream()
-    outbox.put(own, [Started(3), TextDelta("a")])
-    outbox.fail(own, GenerationFailed("it broke"))
-    outbox.flush()
-    await asyncio.sleep(0)
-    assert await anext(own) == [Started(3), TextDelta("a")]
-    for _ in range(2):
-        with pytest.raises(GenerationFailed, match="it broke"):
-            await anext(own)
-    assert own.ended
+async def test_a_reader_that_can_make_nothing_of_it_fails_the_work() -> None:
+    async def work(inbox: Inbox) -> None:
+        say(inbox, "a")
+        await inbox.taken()
 
-
-async def test_a_reader_that_already_waits_is_told_of_a_failure() -> None:
-    outbox, own = Outbox(), stream()
-    waiting = asyncio.ensure_future(anext(own))
-    await asyncio.sleep(0)
-    outbox.fail(own, OutOfMemory("full"))
-    outbox.flush()
-    with pytest.raises(OutOfMemory):
-        await waiting
-
-
-async def test_a_reader_that_was_cancelled_loses_nothing_and_disturbs_nobody() -> None:
-    outbox, own, neighbour = Outbox(), stream(), stream()
-    waiting = asyncio.ensure_future(anext(own))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    outbox.put(own, [TextDelta("a")])
-    outbox.put(neighbour, [TextDelta("b")])
-    outbox.flush()
-    assert await anext(neighbour) == [TextDelta("b")]
-    assert await anext(own) == [TextDelta("a")]
+    inbox = Inbox()
+    async with working(work, inbox) as task:
+        async for _ in inbox:
+            inbox.refuse(GenerationFailed("no body"))
+        with pytest.raises(GenerationFailed, match="no body"):
+            await task
 
 
 # ---------------------------------------------------------------------------------------------
-# The shortcut
+# At once
 # ---------------------------------------------------------------------------------------------
 
 
-class Taking:
-    """What a shortcut has taken of a stream, if it is open."""
+class Writing:
+    """An inbox whose steps are taken at once, if it is open, and a reader that waits."""
 
-    def __init__(self, own: EventStream) -> None:
+    def __init__(self) -> None:
         self.taken: list[Event] = []
         self.open = True
-        own.shorten(self)
+        self.inbox = Inbox(self.take)
 
-    def __call__(self, events: list[Event]) -> bool:
+    def take(self, step: Progress) -> bool:
         if self.open:
-            self.taken += events
+            self.taken += [event for _, events in step for event in events]
         return self.open
 
-
-def letters(own: EventStream, text: str) -> None:
-    """One step for each."""
-    outbox = Outbox()
-    for letter in text:
-        outbox.put(own, [TextDelta(letter)])
-        outbox.flush()
+    def read(self) -> asyncio.Future[Progress]:
+        return asyncio.ensure_future(anext(self.inbox))
 
 
-async def test_a_shortcut_takes_each_step_past_a_reader_that_waits_and_leaves_it_the_end() -> None:
-    own = stream()
-    shortcut = Taking(own)
-    waiting = asyncio.ensure_future(anext(own))
+async def test_steps_are_taken_at_once_while_the_reader_waits() -> None:
+    writing = Writing()
+    waiting = writing.read()
     await asyncio.sleep(0)
-    letters(own, "abc")
-    await asyncio.sleep(0)
-    assert shortcut.taken == [TextDelta("a"), TextDelta("b"), TextDelta("c")]
-    assert not waiting.done()
-    own.push([TextDelta("d"), DONE])
-    assert await waiting == [TextDelta("d"), DONE]
+    say(writing.inbox, "abc")
+    writing.inbox.put([(0, [DONE])])
+    await writing.inbox.taken()
+    assert writing.taken == [TextDelta("a"), TextDelta("b"), TextDelta("c"), DONE]
+    writing.inbox.end()
     with pytest.raises(StopAsyncIteration):
-        await anext(own)
+        await waiting
 
 
-async def test_a_shortcut_overtakes_nothing_that_has_not_been_read() -> None:
-    own = stream()
-    shortcut = Taking(own)
-    letters(own, "ab")
+async def test_nothing_overtakes_what_has_not_been_read() -> None:
+    writing = Writing()
+    say(writing.inbox, "ab")
+    assert await anext(writing.inbox) == [(0, [TextDelta("ab")])]
+    # The reader may still be busy with it.
+    say(writing.inbox, "c")
+    assert await anext(writing.inbox) == [(0, [TextDelta("c")])]
+    assert writing.taken == []
+
+
+async def test_what_is_not_taken_at_once_is_read_with_all_that_follows() -> None:
+    writing = Writing()
+    waiting = writing.read()
     await asyncio.sleep(0)
-    assert await anext(own) == [TextDelta("ab")]
-    # Whoever has it may still be busy with it.
-    letters(own, "c")
-    await asyncio.sleep(0)
-    assert await anext(own) == [TextDelta("c")]
-    assert shortcut.taken == []
+    writing.open = False
+    say(writing.inbox, "a")
+    writing.open = True
+    say(writing.inbox, "b")
+    assert await waiting == [(0, [TextDelta("ab")])]
+    assert writing.taken == []
 
 
-async def test_what_a_shortcut_does_not_take_is_read() -> None:
-    own = stream()
-    shortcut = Taking(own)
-    waiting = asyncio.ensure_future(anext(own))
-    await asyncio.sleep(0)
-    shortcut.open = False
-    own.push([TextDelta("a")])
-    shortcut.open = True
-    own.push([TextDelta("b")])
-    assert await waiting == [TextDelta("ab")]
-    assert shortcut.taken == []
-
-
-async def test_a_shortcut_takes_nothing_for_a_reader_that_was_cancelled() -> None:
-    own = stream()
-    shortcut = Taking(own)
-    waiting = asyncio.ensure_future(anext(own))
+async def test_nothing_is_taken_at_once_for_a_reader_that_was_cancelled() -> None:
+    writing = Writing()
+    waiting = writing.read()
     await asyncio.sleep(0)
     waiting.cancel()
-    letters(own, "a")
+    say(writing.inbox, "a")
     await asyncio.wait([waiting])
-    await asyncio.sleep(0)
-    assert shortcut.taken == []
-    assert await anext(own) == [TextDelta("a")]
+    assert writing.taken == []
+    assert await anext(writing.inbox) == [(0, [TextDelta("a")])]
 
 
-async def test_a_shortcut_that_fails_fails_its_own_answer_alone() -> None:
-    def fails(events: list[Event]) -> bool:
+async def test_a_step_at_which_taking_fails_is_read_again_with_all_that_follows() -> None:
+    def fails(step: Progress) -> bool:
         raise ZeroDivisionError
 
-    reported: list[BaseException] = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
-    before, broken, behind = stream(), stream(), stream()
-    broken.shorten(fails)
-    shortcuts = [Taking(before), Taking(behind)]
-    waiting = [asyncio.ensure_future(anext(each)) for each in (before, broken, behind)]
+    inbox = Inbox(fails)
+    waiting = asyncio.ensure_future(anext(inbox))
     await asyncio.sleep(0)
-    outbox = Outbox()
-    for letter in "ab":
-        for each in (before, broken, behind):
-            outbox.put(each, [TextDelta(letter)])
-        outbox.flush()
-    await asyncio.sleep(0)
-    # Its reader gets what it failed at.
-    assert await waiting[1] == [TextDelta("ab")]
-    assert [type(error) for error in reported] == [ZeroDivisionError]
-    assert shortcuts[0].taken == [TextDelta("a"), TextDelta("b")]
-    assert await waiting[2] == [TextDelta("ab")]
-    waiting[0].cancel()
+    with pytest.raises(ZeroDivisionError):
+        say(inbox, "a")
+    say(inbox, "b")
+    assert await waiting == [(0, [TextDelta("ab")])]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -288,18 +347,14 @@ def test_a_reader_gets_the_same_content_however_steps_are_coalesced(
     events: list[Event], cuts: list[int]
 ) -> None:
     async def read() -> list[Event]:
-        outbox, own = Outbox(), stream()
-        rest = [*events, DONE]
+        inbox, rest = Inbox(), [*events, DONE]
         got: list[Event] = []
-        for cut in cuts:
+        for cut in [*cuts, len(rest)]:
             if rest[:cut]:
-                outbox.put(own, rest[:cut])
-                outbox.flush()
+                inbox.put([(0, rest[:cut])])
                 rest = rest[cut:]
-        if rest:
-            outbox.put(own, rest)
-            outbox.flush()
-        async for more in own:
+        inbox.end()
+        async for [(_, more)] in inbox:
             got += more
         return got
 
@@ -315,11 +370,12 @@ def test_a_reader_gets_the_same_content_however_steps_are_coalesced(
 def test_a_step_wakes_each_loop_once_whatever_it_delivers() -> None:
     loops = [CountingLoop(), CountingLoop()]
     outbox = Outbox()
-    streams = [EventStream(loop) for loop in loops for _ in range(10)]
-    for own in streams:
+    told = list[Event]()
+    rows = [LoopRow(lambda events, _: told.extend(events), loop) for loop in loops for _ in "abc"]
+    for own in rows:
         outbox.put(own, [TextDelta("a")])
         outbox.put(own, [DONE])
-    outbox.fail(EventStream(loops[0]), GenerationFailed("one of them failed"))
+    outbox.fail(LoopRow(print, loops[0]), GenerationFailed("one of them failed"))
     outbox.flush()
     assert [loop.wakeups for loop in loops] == [1, 1]
     outbox.flush()
@@ -328,13 +384,13 @@ def test_a_step_wakes_each_loop_once_whatever_it_delivers() -> None:
         loop.call_soon(loop.stop)
         loop.run_forever()
         loop.close()
-    assert all(own.ended for own in streams)
+    assert told == [TextDelta("a"), DONE] * len(rows)
 
 
 def test_a_row_without_events_wakes_nobody() -> None:
     loop = CountingLoop()
     outbox = Outbox()
-    outbox.put(EventStream(loop), [])
+    outbox.put(LoopRow(print, loop), [])
     outbox.flush()
     assert loop.wakeups == 0
     loop.close()
@@ -344,8 +400,8 @@ def test_readers_of_a_closed_loop_are_left_out() -> None:
     gone, here = CountingLoop(), CountingLoop()
     gone.close()
     outbox = Outbox()
-    outbox.put(EventStream(gone), [TextDelta("a")])
-    outbox.put(EventStream(here), [TextDelta("a")])
+    outbox.put(LoopRow(print, gone), [TextDelta("a")])
+    outbox.put(LoopRow(print, here), [TextDelta("a")])
     outbox.flush()
     assert (gone.wakeups, here.wakeups) == (0, 1)
     here.close()

@@ -43,6 +43,7 @@ from mlx_manager.mlx_server.core import (
     StopRules,
     Tokens,
 )
+from mlx_manager.mlx_server.engine.stream import events_of
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     InvalidRequest,
@@ -258,8 +259,7 @@ async def test_a_model_that_goes_for_the_pages_of_another_is_out_of_memory_at_on
         prompts = [Tokens(tuple(range(first, 200)) * 5) for first in (3, 5)]
         async with pool.lease("a") as lease:
             asked = [GenerationRequest("a", prompt, max_tokens=2) for prompt in prompts]
-            async for _ in rows(lease.backend, asked):
-                pass
+            await rows(lease.backend, asked, lambda row, events, tokens: None)
         assert await states(pool) == {"a": "loaded", "b": "loadable", "c": "loadable"}
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == []
 
@@ -279,7 +279,7 @@ async def test_a_request_gets_the_room_of_idle_models_before_it_is_refused_or_cu
             max_tokens=2 if used == "prompt" else 500,
         )
         async with pool.lease("a") as lease:
-            events = [event async for step in lease.backend.generate(asked) for event in step]
+            events = [event async for step in events_of(lease.backend, asked) for event in step]
         assert isinstance(events[-1], Finished)
         assert events[-1].usage.completion_tokens == asked.max_tokens
         assert await states(pool) == {"a": "loaded", "b": "loadable", "c": "loadable"}
@@ -294,7 +294,7 @@ async def test_a_request_that_is_too_much_for_idle_models_to_go_is_refused_and_t
         asked = GenerationRequest("a", Tokens(tuple(range(3, 200)) * 5), max_tokens=2)
         async with pool.lease("a") as lease:
             with pytest.raises(OutOfMemory, match="985 tokens"):
-                await anext(lease.backend.generate(asked))
+                await anext(events_of(lease.backend, asked))
         assert (await states(pool))["b"] == "loaded"
 
 
@@ -319,7 +319,7 @@ async def test_prompts_kept_for_reuse_go_before_idle_models(models_dir: Path):
         assert pool.figures()["engines"]["b"]["pages_cached"]
         asked = GenerationRequest("a", Tokens(tuple(range(3, 100))), GREEDY, max_tokens=2)
         async with pool.lease("a") as lease:
-            async for _ in lease.backend.generate(asked):
+            async for _ in events_of(lease.backend, asked):
                 pass
         await pool.look()
         assert not pool.figures()["engines"]["b"]["pages_cached"]
@@ -531,7 +531,7 @@ async def test_what_the_first_request_for_json_needs_is_made_ahead(
         assert made == ["vocabulary"]
         async with pool.lease("a") as lease:
             asked = replace(request("a"), constraint=JsonObject())
-            async for _ in lease.backend.generate(asked):
+            async for _ in events_of(lease.backend, asked):
                 pass
     assert made == ["vocabulary"]
 

@@ -13,6 +13,7 @@ from tiny_models import make_tiny_adapter, make_tiny_model
 
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import Sampling
+from mlx_manager.mlx_server.defaults import asked_sampling, fill_sampling
 from mlx_manager.mlx_server.errors import (
     InvalidSettings,
     ModelInUse,
@@ -383,10 +384,10 @@ def test_the_time_to_live_is_a_setting():
 
 
 def test_sampling_knows_what_was_left_open():
-    asked = Sampling.asked(temperature=0.5, top_p=None, seed=3, top_k=None)
+    asked = asked_sampling(temperature=0.5, top_p=None, seed=3, top_k=None)
     assert asked == Sampling(temperature=0.5, seed=3)
-    filled = asked.filled({"temperature": 0.1, "top_p": 0.9, "min_p": 0.1})
+    filled = fill_sampling(asked, {"temperature": 0.1, "top_p": 0.9, "min_p": 0.1})
     assert filled == Sampling(temperature=0.5, top_p=0.9, min_p=0.1, seed=3)
     # Who comes first has the word.
-    assert filled.filled({"top_p": 0.1, "top_k": 5}) == replace(filled, top_k=5)
-    assert Sampling().filled({"temperature": 0.1}) == Sampling()
+    assert fill_sampling(filled, {"top_p": 0.1, "top_k": 5}) == replace(filled, top_k=5)
+    assert fill_sampling(Sampling(), {"temperature": 0.1}) == Sampling()

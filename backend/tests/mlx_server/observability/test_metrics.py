@@ -22,11 +22,13 @@ from scripted import ScriptedBackend, ScriptedPool, says
 from mlx_manager import demo_model
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import Caller, Finished, GenerationRequest, Started, Text, Usage
+from mlx_manager.mlx_server.engine.stream import UNREAD
 from mlx_manager.mlx_server.errors import ModelNotFound
 from mlx_manager.mlx_server.main import create_app
 from mlx_manager.mlx_server.observability.metrics import Metrics
-from mlx_manager.mlx_server.observability.records import CallRecord, Recorder, RowRecord
+from mlx_manager.mlx_server.observability.observer import Recorder
 from mlx_manager.mlx_server.services.inference import Inference
+from mlx_manager.mlx_server.timeline import RowTimeline, Timeline
 
 GRAFANA = Path(__file__).parents[4] / "docs" / "grafana"
 MODEL = "mlx-manager/demo"
@@ -344,10 +346,10 @@ IDLE = {
 }
 
 
-def record(key: str = "", failure: str = "") -> CallRecord:
+def record(key: str = "", failure: str = "") -> Timeline:
     started, finished = Started(7, 4), Finished("stop", Usage(7, 3, 4))
-    row = RowRecord(started, 0.5, finished, 1.0)
-    return CallRecord(MODEL, Caller(key), 0.0, 0.0, 1.0, (row,), (0,), None, failure)
+    row = RowTimeline(None, started, 0.5, finished, 1.0)
+    return Timeline(MODEL, Caller(key), (row,), leased=0.0, seconds=1.0, failure=failure)
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -366,7 +368,7 @@ def test_calls_that_did_not_come_as_far_as_their_model_are_counted_as_its_own() 
     metrics = Metrics(lambda: IDLE, lambda _: False)
     metrics.count_call(record())
     for model in (MODEL, "made/up"):
-        waited = replace(record(failure="timeout"), model=model, load=None, rows=())
+        waited = replace(record(failure="timeout"), model=model, leased=None, rows=())
         metrics.count_call(waited)
     found = Scrape(metrics.text("", ready=True)[0].decode())
     assert found.of_model("request_errors_total", code="timeout") == 1
@@ -401,30 +403,27 @@ async def test_calls_that_end_while_their_model_is_loaded_for_the_first_time_nam
 
 
 async def test_a_record_has_what_every_row_came_to() -> None:
-    kept: list[CallRecord] = []
+    kept: list[Timeline] = []
     pool = ScriptedPool(ScriptedBackend(lambda _: says("Hel", "lo", prompt_tokens=7, cached=4)))
     prompt = Text("x")
     requests = [GenerationRequest(MODEL, prompt)] * 2
     caller = Caller("alice", "chat", "req-1")
-    async for _ in Inference(pool, [Recorder([kept.append])], caller).generate(requests):
-        pass
+    await Inference(pool, [Recorder([kept.append])], caller).generate(requests).run(UNREAD)
     [found] = kept
     assert found.caller == caller
     assert found.usage == Usage(7, 4, 4)
     assert found.outcome == "stop"
     assert [row.finished is not None for row in found.rows] == [True, True]
-    assert 0 <= (found.load or 0) <= found.rows[0].first <= found.rows[0].end <= found.seconds
+    assert 0 <= (found.leased or 0) <= found.rows[0].first <= found.rows[0].end <= found.seconds
 
 
 async def test_a_record_of_a_call_that_never_had_a_model_says_so() -> None:
-    kept: list[CallRecord] = []
+    kept: list[Timeline] = []
     pool = ScriptedPool(ScriptedBackend(lambda _: says("Hello")))
+    asked = [GenerationRequest("nobody/knows-it", Text("x"))]
     with pytest.raises(ModelNotFound):
-        async for _ in Inference(pool, [Recorder([kept.append])]).generate(
-            [GenerationRequest("nobody/knows-it", Text("x"))]
-        ):
-            pass
+        await Inference(pool, [Recorder([kept.append])]).generate(asked).run(UNREAD)
     [found] = kept
-    assert found.load is None
+    assert found.leased is None
     assert found.outcome == "model_not_found"
     assert found.usage == Usage(0, 0)

@@ -147,13 +147,16 @@ def test_vectors_are_a_span_without_what_only_answers_have():
     from opentelemetry import trace
 
     from mlx_manager.mlx_server.core import Caller, Finished, GenerationRequest, Tokens, Usage
+    from mlx_manager.mlx_server.observability.observer import observed
     from mlx_manager.mlx_server.observability.tracing import SpanTracer
+    from mlx_manager.mlx_server.timeline import Timeline
 
     spans = capture()
     asked = GenerationRequest(MODEL, Tokens(()), max_tokens=0, caller=Caller("", "embeddings"))
-    with SpanTracer(trace.get_tracer("tests")).observe([asked]) as observation:
-        observation.leased()
-        observation.add([(0, [Started(5), Finished("stop", Usage(5, 0))])])
+    timeline = Timeline.of([asked])
+    with observed([SpanTracer(trace.get_tracer("tests"))], [asked], timeline):
+        timeline.leased = timeline.now()
+        timeline.follow(0, [Started(5), Finished("stop", Usage(5, 0))], 0)
     [call] = spans.named(f"embeddings {MODEL}")
     assert spans.phases(call) == []
     told = call["attributes"]
@@ -202,15 +205,19 @@ async def test_a_failure_is_on_the_span():
 def test_tokens_of_rows_that_were_cut_short_are_counted_too():
     from opentelemetry import trace
 
-    from mlx_manager.mlx_server.core import Finished, GenerationRequest, Text, Usage
+    from mlx_manager.mlx_server.core import Finished, GenerationRequest, Text, TextDelta, Usage
+    from mlx_manager.mlx_server.observability.observer import observed
     from mlx_manager.mlx_server.observability.tracing import SpanTracer
+    from mlx_manager.mlx_server.timeline import Timeline
 
     spans = capture()
     asked = [GenerationRequest(MODEL, Text("x"))] * 3
-    with SpanTracer(trace.get_tracer("tests")).observe(asked) as observation:
-        observation.leased()
-        observation.add([(0, [Started(7), Finished("stop", Usage(7, 2))])])
-        observation.add([(1, [Started(7, drawn=lambda: 5)])])
+    timeline = Timeline.of(asked)
+    with observed([SpanTracer(trace.get_tracer("tests"))], asked, timeline):
+        timeline.leased = timeline.now()
+        timeline.follow(0, [Started(7), Finished("stop", Usage(7, 2))], 2)
+        timeline.follow(1, [Started(7)], 1)
+        timeline.follow(1, [TextDelta("five")], 5)
     told = spans.named(f"text_completion {MODEL}")[0]["attributes"]
     assert told["gen_ai.usage.output_tokens"] == 2 + 5
     assert told["gen_ai.response.finish_reasons"] == ("stop",)
@@ -234,13 +241,15 @@ async def test_a_cancelled_request_says_so():
     from opentelemetry import trace
 
     from mlx_manager.mlx_server.core import GenerationRequest, Text
+    from mlx_manager.mlx_server.engine.stream import steps
     from mlx_manager.mlx_server.observability.tracing import SpanTracer
     from mlx_manager.mlx_server.services.inference import Inference
 
     spans = capture()
     pool = ScriptedPool(ScriptedBackend(lambda _: [[Started(1)], asyncio.Event()]))
     tracer = SpanTracer(trace.get_tracer("tests"))
-    progress = Inference(pool, [tracer]).generate([GenerationRequest(MODEL, Text("x"))])
+    asked = [GenerationRequest(MODEL, Text("x"))]
+    progress = steps(Inference(pool, [tracer]).generate(asked).run)
     await anext(progress)
     await progress.aclose()
     [told] = spans.named(f"text_completion {MODEL}")

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai_spec import check
+from timelines import timeline
 
 from mlx_manager.mlx_server.core import (
     Conversation,
@@ -169,7 +170,7 @@ def test_the_last_message_is_left_open_only_when_asked():
 
 
 def stream(steps: list[list[Event]], head: Head = HEAD) -> list[dict[str, Any]]:
-    writer = ChatStream(head)
+    writer = ChatStream(head, timeline(head.rows))
     data = b"".join(writer.write([(0, events)]) for events in steps) + writer.end()
     assert data.endswith(b"data: [DONE]\n\n")
     chunks = list(sse.parse(data))
@@ -180,7 +181,7 @@ def stream(steps: list[list[Event]], head: Head = HEAD) -> list[dict[str, Any]]:
 
 
 def collected(steps: list[list[Event]], head: Head = HEAD) -> dict[str, Any]:
-    answer = ChatAnswer(head)
+    answer = ChatAnswer(head, timeline(head.rows))
     for events in steps:
         answer.add([(0, events)])
     body = json.loads("".join(answer.body()))
@@ -210,7 +211,7 @@ def test_the_first_chunk_has_the_role_and_the_last_the_finish_reason():
 
 @given(st.permutations(range(4)))
 def test_choices_begin_in_order_whichever_is_the_first_to_have_a_token(order: list[int]):
-    writer = ChatStream(Head(id="c", model=DEMO, n=4, rows=4))
+    writer = ChatStream(Head(id="c", model=DEMO, n=4, rows=4), timeline(4))
     steps: list[list[Event]] = [[Started(7)], [TextDelta("I am ")], [TextDelta("row ")]]
     data = b"".join(writer.write([(row, events)]) for row in order for events in steps)
     for row in reversed(order):
@@ -313,7 +314,7 @@ def test_an_answer_without_any_text_is_an_empty_string():
 
 
 def test_several_answers_count_their_prompt_once():
-    answer = ChatAnswer(Head(id="c", model="m", n=2, rows=2))
+    answer = ChatAnswer(Head(id="c", model="m", n=2, rows=2), timeline(2))
     for row in (1, 0):
         answer.add([(row, [Started(7), TextDelta(f"row {row}"), Finished("stop", USAGE)])])
     body = json.loads("".join(answer.body()))
@@ -327,12 +328,15 @@ def test_several_answers_count_their_prompt_once():
 def test_thinking_may_go_by_its_other_name():
     head = Head(id="c", model=DEMO, created=5, reasoning_field="reasoning")
     step = [(0, [Started(1), ReasoningDelta("Hm."), TextDelta("Yes"), Finished("stop", USAGE)])]
-    answer = ChatAnswer(head)
+    answer = ChatAnswer(head, timeline(head.rows))
     answer.add(step)
     message = json.loads("".join(answer.body()))["choices"][0]["message"]
     assert message["reasoning"] == "Hm."
     assert "reasoning_content" not in message
-    deltas = [c["choices"][0]["delta"] for c in sse.parse(ChatStream(head).write(step))]
+    deltas = [
+        c["choices"][0]["delta"]
+        for c in sse.parse(ChatStream(head, timeline(head.rows)).write(step))
+    ]
     assert {"reasoning": "Hm."} in deltas
 
 
@@ -342,12 +346,12 @@ def test_scores_of_text_are_written_as_openai_does():
     step = [(0, [Started(1), TextDelta("a", (token,)), Finished("stop", USAGE)])]
     entry = {"token": "a", "logprob": -0.5, "bytes": [97]}
     expected = {"content": [entry | {"top_logprobs": [entry]}], "refusal": None}
-    answer = ChatAnswer(head)
+    answer = ChatAnswer(head, timeline(head.rows))
     answer.add(step)
     body = json.loads("".join(answer.body()))
     check("CreateChatCompletionResponse", body)
     assert body["choices"][0]["logprobs"] == expected
-    chunks = list(sse.parse(ChatStream(head).write(step)))
+    chunks = list(sse.parse(ChatStream(head, timeline(head.rows)).write(step)))
     for chunk in chunks:
         check("CreateChatCompletionStreamResponse", chunk)
     assert chunks[1]["choices"][0]["logprobs"] == expected

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from openai_spec import check
+from timelines import timeline
 
 from mlx_manager.mlx_server.core import (
     Finished,
@@ -92,7 +93,7 @@ COUNTS = {
 
 
 def test_the_stream_tells_rows_apart_and_counts_each_prompt_once():
-    writer = CompletionStream(HEAD)
+    writer = CompletionStream(HEAD, timeline(HEAD.rows))
     data = b"".join(writer.write(step) for step in STEPS) + writer.end()
     *chunks, last = sse.parse(data)
     for chunk in [*chunks, last]:
@@ -115,7 +116,7 @@ def test_the_stream_tells_rows_apart_and_counts_each_prompt_once():
 
 
 def test_the_body_tells_rows_apart_and_counts_each_prompt_once():
-    answer = CompletionAnswer(HEAD)
+    answer = CompletionAnswer(HEAD, timeline(HEAD.rows))
     for step in STEPS:
         answer.add(step)
     body = json.loads("".join(answer.body()))
@@ -141,7 +142,7 @@ def test_the_likeliest_answers_are_given_best_first_and_all_are_counted():
     head = completions.head(body, "m")
     assert (head.n, head.rows, head.best) == (3, 6, 2)
     assert [row.logprobs for row in completions.requests(body, head)] == [0] * 6
-    answer = CompletionAnswer(head)
+    answer = CompletionAnswer(head, timeline(head.rows))
     for row, logprob in enumerate([-3.0, -1.0, -2.0, -1.0, -2.0, -3.0]):
         events = [Started(1), scored(65 + row, logprob), Finished("length", Usage(1, 1))]
         answer.add([(row, events)])
@@ -159,7 +160,7 @@ def test_the_likeliest_answers_are_given_best_first_and_all_are_counted():
 
 def test_what_is_echoed_makes_no_answer_likelier():
     head = completions.head(CompletionRequest(prompt="p", n=1, best_of=3, echo=True), "m")
-    answer = CompletionAnswer(head)
+    answer = CompletionAnswer(head, timeline(head.rows))
     prompt = (TokenLogprob(1, b"p", None), TokenLogprob(2, b"q", -0.1))
     # Of the second nothing is shown, of the third one token: the others belong to a stop string.
     for row, (logprobs, drawn) in enumerate([([-3.0, -3.0], 2), ([], 4), ([-2.0], 3)]):
@@ -173,7 +174,7 @@ def test_what_is_echoed_makes_no_answer_likelier():
 
 def test_what_ends_an_echoed_answer_makes_it_no_likelier():
     head = completions.head(CompletionRequest(prompt="p", n=1, best_of=2, echo=True), "m")
-    answer = CompletionAnswer(head)
+    answer = CompletionAnswer(head, timeline(head.rows))
     prompt = (TokenLogprob(1, b"p", None),)
     for row, (logprob, of_end) in enumerate([(-1.0, -9.0), (-2.0, -0.1)]):
         end = TextDelta("", (TokenLogprob(2, b"<|end|>", of_end),))
@@ -200,7 +201,10 @@ def test_scores_are_written_as_openai_does(least: float):
     first = TokenLogprob(1, b"a", None)
     second = TokenLogprob(2, "é".encode()[:1], least, ((3, b"b", -0.5),))
     third = TokenLogprob(4, "é".encode()[1:], -0.25, ((4, "é".encode()[1:], -0.25),))
-    answer, stream = CompletionAnswer(head), CompletionStream(head)
+    answer, stream = (
+        CompletionAnswer(head, timeline(head.rows)),
+        CompletionStream(head, timeline(head.rows)),
+    )
     steps = [
         [(0, [Started(1), TextDelta("a", (first,))])],
         [(0, [TextDelta("é", (second, third)), Finished("length", Usage(1, 2))])],
@@ -224,7 +228,10 @@ def test_scores_are_written_as_openai_does(least: float):
 
 def test_token_ids_are_given_when_asked_for():
     head = Head(id="cmpl-1", model="m", return_ids=True)
-    answer, stream = CompletionAnswer(head), CompletionStream(head)
+    answer, stream = (
+        CompletionAnswer(head, timeline(head.rows)),
+        CompletionStream(head, timeline(head.rows)),
+    )
     end = Finished("length", Usage(2, 1), ids=(7,))
     step: Progress = [(0, [Started(2, ids=(5, 6)), TextDelta("x"), end])]
     answer.add(step)

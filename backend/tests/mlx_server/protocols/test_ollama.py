@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+from timelines import heard, timeline
 
 from mlx_manager.mlx_server.core import (
     Conversation,
@@ -178,8 +179,9 @@ def lines(stream: OllamaStream, events: list[object]) -> list[dict[str, object]]
 
 
 def test_a_stream_is_lines_that_add_up_to_the_whole():
-    streamed = lines(OllamaStream(HEAD, chat=True), EVENTS)
-    answer = OllamaAnswer(HEAD, chat=True)
+    call = heard(EVENTS)
+    streamed = lines(OllamaStream(HEAD, call, chat=True), EVENTS)
+    answer = OllamaAnswer(HEAD, call, chat=True)
     answer.add([(0, EVENTS)])
     whole = json.loads("".join(answer.body()))
     assert [line["done"] for line in streamed] == [False] * (len(streamed) - 1) + [True]
@@ -198,11 +200,11 @@ def test_a_stream_is_lines_that_add_up_to_the_whole():
 
 def test_a_call_that_was_cut_off_is_text():
     events = [*EVENTS[:1], *EVENTS[3:5], Finished("length", USAGE)]
-    *_, shown, last = lines(OllamaStream(HEAD, chat=True), events)
+    *_, shown, last = lines(OllamaStream(HEAD, heard(events), chat=True), events)
     assert shown["message"]["content"] == '{"a":'
     assert last["done_reason"] == "length"
 
 
 def test_a_sign_of_life_is_an_empty_line_of_the_answer():
-    sign = json.loads(OllamaStream(HEAD, chat=False).keep_alive)
+    sign = json.loads(OllamaStream(HEAD, timeline(), chat=False).keep_alive)
     assert (sign["response"], sign["done"]) == ("", False)

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from scripted import MODEL, ScriptedBackend, ScriptedPool
 
 from mlx_manager.mlx_server.config import AccessRules, KeyLimits
 from mlx_manager.mlx_server.core import (
@@ -14,6 +15,7 @@ from mlx_manager.mlx_server.core import (
     TextDelta,
     Usage,
 )
+from mlx_manager.mlx_server.engine.stream import steps
 from mlx_manager.mlx_server.errors import (
     AuthenticationFailed,
     MLXManagerError,
@@ -22,6 +24,7 @@ from mlx_manager.mlx_server.errors import (
     RateLimited,
 )
 from mlx_manager.mlx_server.services.accounts import Account, Accounts
+from mlx_manager.mlx_server.services.inference import Inference
 from mlx_manager.mlx_server.services.keys import ApiKey, add_key
 
 
@@ -38,7 +41,7 @@ def account(clock: Clock | None = None, **limits: int) -> Account:
 
 
 def request(text: str = "x", priority: int = 0) -> GenerationRequest:
-    return GenerationRequest("m", Text(text), priority=priority)
+    return GenerationRequest(MODEL, Text(text), priority=priority)
 
 
 def test_a_request_too_many_is_told_when_to_come_again():
@@ -56,10 +59,8 @@ def test_a_request_too_many_is_told_when_to_come_again():
 def test_who_has_used_up_requests_and_tokens_is_told_when_both_are_there_again():
     clock = Clock()
     alice = account(clock, requests_per_minute=1, tokens_per_minute=60)
-    [counter] = alice.observers()
     alice.count_request()
-    with counter.observe([request()]) as call:
-        call.add([(0, [Started(180), Finished("stop", Usage(180, 0))])])
+    alice.charge(180)
     with pytest.raises(RateLimited, match="60 tokens a minute") as refused:
         alice.count_request()
     assert refused.value.retry_after == 121
@@ -67,24 +68,32 @@ def test_who_has_used_up_requests_and_tokens_is_told_when_both_are_there_again()
     alice.count_request()
 
 
-def test_tokens_of_prompts_and_answers_count_also_when_the_caller_goes_away():
-    alice = account(tokens_per_minute=1000)
-    [counter] = alice.observers()
-    one = request()
-    with counter.observe([one, one]) as call:
-        call.add([(0, [Started(100)]), (1, [Started(100, drawn=lambda: 7)])])
-        assert alice.rates()[0].left == 900
-        call.add([(0, [TextDelta("a")]), (1, [TextDelta("b")])])
-        call.add([(0, [Finished("stop", Usage(100, 30))])])
-    assert alice.rates()[0].left == 900 - 30 - 7
+async def test_tokens_of_prompts_and_answers_count_also_when_the_caller_goes_away():
+    alice, one = account(tokens_per_minute=1000), request()
+    answers = iter(
+        (
+            [[Started(100)], [TextDelta("a")], [Finished("stop", Usage(100, 30))]],
+            [[Started(100)], [TextDelta("b")], 7, [TextDelta("c")], asyncio.Event()],
+        )
+    )
+    pool = ScriptedPool(ScriptedBackend(lambda _: next(answers)))
+    answer = steps(Inference(pool, account=alice).generate([one, one]).run)
+    begun = await anext(answer)
+    assert [event for _, events in begun for event in events] == [Started(100)] * 2
+    # The answers to a prompt share it, and it counts as soon as it has been processed.
+    assert alice.rates()[0].left == 900
+    async for step in answer:
+        if (1, [TextDelta("c")]) in step:
+            break
+    assert alice.rates()[0].left == 900
+    await answer.aclose()
+    assert alice.rates()[0].left == 900 - 30 - 8
 
 
 def test_a_key_that_has_used_its_tokens_waits_for_them_to_flow_back():
     clock = Clock()
     alice = account(clock, tokens_per_minute=60)
-    [counter] = alice.observers()
-    with counter.observe([request()]) as call:
-        call.add([(0, [Started(90), Finished("stop", Usage(90, 0))])])
+    alice.charge(90)
     with pytest.raises(RateLimited, match="60 tokens a minute") as refused:
         alice.count_request()
     assert refused.value.retry_after == 31

@@ -22,11 +22,13 @@ from mlx_manager.mlx_server.core import (
     TextDelta,
     Usage,
 )
+from mlx_manager.mlx_server.engine.stream import UNREAD, steps
 from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError
 from mlx_manager.mlx_server.main import create_app
-from mlx_manager.mlx_server.observability.records import CallRecord, Recorder, RowRecord
+from mlx_manager.mlx_server.observability.observer import Recorder
 from mlx_manager.mlx_server.services.audit import AuditEntry, AuditLog
 from mlx_manager.mlx_server.services.inference import Inference
+from mlx_manager.mlx_server.timeline import RowTimeline, Timeline
 
 MODEL = "mlx-manager/demo"
 CHAT = "/v1/chat/completions"
@@ -34,10 +36,10 @@ HELLO = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 2}
 DAY = 86400.0
 
 
-def record(began: float = 1000.0, key: str = "alice", model: str = MODEL) -> CallRecord:
-    row = RowRecord(Started(7, 4), 0.5, Finished("stop", Usage(7, 3, 4)), 1.0)
-    caller = Caller(key, "chat", f"req-{began}")
-    return CallRecord(model, caller, began, 0.0, 1.25, (row,), (0,), None, "")
+def record(arrived: float = 1000.0, key: str = "alice", model: str = MODEL) -> Timeline:
+    row = RowTimeline(None, Started(7, 4), 0.5, Finished("stop", Usage(7, 3, 4)), 1.0)
+    caller = Caller(key, "chat", f"req-{arrived}")
+    return Timeline(model, caller, (row,), arrived=arrived, leased=0.0, seconds=1.25)
 
 
 class Clock:
@@ -143,10 +145,9 @@ async def test_failures_and_hang_ups_are_outcomes(audit: AuditLog, clock: Clock)
     failing = ScriptedPool(ScriptedBackend(lambda _: [[Started(1)], GenerationFailed("x")]))
     requests = [GenerationRequest(MODEL, Text("x"))]
     with pytest.raises(GenerationFailed):
-        async for _ in Inference(failing, [Recorder([audit.put])]).generate(requests):
-            pass
+        await Inference(failing, [Recorder([audit.put])]).generate(requests).run(UNREAD)
     fine = ScriptedPool(ScriptedBackend(lambda _: says("Hel", "lo")))
-    left = Inference(fine, [Recorder([audit.put])]).generate(requests)
+    left = steps(Inference(fine, [Recorder([audit.put])]).generate(requests).run)
     await anext(left)
     await left.aclose()
     assert [entry.outcome for entry in await audit.entries()] == ["cancelled", "generation_failed"]
@@ -156,15 +157,12 @@ async def test_what_a_call_had_answered_when_it_was_cut_off_counts(
     audit: AuditLog, clock: Clock
 ) -> None:
     clock.now = 0.0
-    # Of which one was not told any more.
-    started = Started(7, drawn=lambda: 3)
-    script = [[started], [TextDelta("one")], [TextDelta("two")], GenerationFailed("x")]
+    # One of the tokens has no text, as a part of a character has none.
+    script = [[Started(7)], [TextDelta("one")], 2, [TextDelta("two")], GenerationFailed("x")]
     pool = ScriptedPool(ScriptedBackend(lambda _: script))
+    asked = [GenerationRequest(MODEL, Text("x"))]
     with pytest.raises(GenerationFailed):
-        async for _ in Inference(pool, [Recorder([audit.put])]).generate(
-            [GenerationRequest(MODEL, Text("x"))]
-        ):
-            pass
+        await Inference(pool, [Recorder([audit.put])]).generate(asked).run(UNREAD)
     [entry] = await audit.entries()
     assert (entry.prompt_tokens, entry.completion_tokens) == (7, 3)
 

@@ -13,14 +13,17 @@ import httpx
 import pytest
 from live import live_server
 
+from mlx_manager.mlx_server.core import GenerationRequest, Text
 from mlx_manager.mlx_server.services.awake import keep_awake
-from mlx_manager.mlx_server.services.calls import Calls
+from mlx_manager.mlx_server.services.calls import Call, Calls
 
 CAFFEINATE = """#!/bin/sh
 echo "$* by $$" >>"{log}"
 trap 'echo ended >>"{log}"; exit 0' TERM
 while :; do sleep 0.05; done
 """
+
+REQUEST = GenerationRequest("m", Text("x"))
 
 
 @pytest.fixture
@@ -55,10 +58,10 @@ async def test_it_runs_from_the_first_call_to_the_end_of_the_last(said) -> None:
     calls = Calls()
     async with kept_awake(calls, linger=0.0):
         assert said() == []
-        with calls.enter([]), calls.enter([]):
+        with calls.enter(Call([REQUEST])), calls.enter(Call([REQUEST])):
             await until(lambda: len(said()) == 1)
         await until(lambda: said()[1:] == ["ended"])
-        with calls.enter([]):
+        with calls.enter(Call([REQUEST])):
             await until(lambda: len(said()) == 3)
         await until(lambda: said()[3:] == ["ended"])
     assert said()[0].startswith(f"-i -w {os.getpid()} by ")
@@ -68,7 +71,7 @@ async def test_a_call_that_follows_soon_finds_it_running(said) -> None:
     calls = Calls()
     async with kept_awake(calls, linger=600.0):
         for _ in range(3):
-            with calls.enter([]):
+            with calls.enter(Call([REQUEST])):
                 await until(lambda: len(said()) == 1)
     assert said()[1:] == ["ended"]
 

@@ -14,14 +14,16 @@ from mlx_manager.mlx_server.core import (
     Text,
     TextDelta,
 )
+from mlx_manager.mlx_server.engine.stream import UNREAD, steps
 from mlx_manager.mlx_server.errors import GenerationFailed, RequestTimedOut, ServerNotReady
-from mlx_manager.mlx_server.observability.records import CallRecord, Recorder
+from mlx_manager.mlx_server.observability.observer import Recorder
 from mlx_manager.mlx_server.services.accounts import Account
 from mlx_manager.mlx_server.services.calls import Calls
 from mlx_manager.mlx_server.services.drain import Drain
 from mlx_manager.mlx_server.services.embeddings import embed
 from mlx_manager.mlx_server.services.inference import Inference
 from mlx_manager.mlx_server.services.keys import ApiKey
+from mlx_manager.mlx_server.timeline import Timeline
 
 SOON = 0.02
 REQUEST = GenerationRequest(MODEL, Text("x"))
@@ -42,9 +44,10 @@ def draining(seconds: float) -> tuple[Calls, Drain]:
     return calls, drain
 
 
-async def read(pool: ScriptedPool, limits: TimeLimits, calls: Calls | None = None) -> None:
-    async for _ in Inference(pool, calls=calls, limits=limits).generate([REQUEST]):
-        pass
+async def read(
+    pool: ScriptedPool, limits: TimeLimits, calls: Calls | None = None, rows: int = 1
+) -> None:
+    await Inference(pool, calls=calls, limits=limits).generate([REQUEST] * rows).run(UNREAD)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +93,9 @@ async def test_a_conversation_is_shortened_and_answered_as_one_call():
     calls, pool = Calls(), endless(STARTED)
     pool.loading = asyncio.Event()
     longer = GenerationRequest(MODEL, Text("word " * 9000))
-    answer = Inference(pool, calls=calls).generate_fitting([longer, REQUEST])
+    answer = steps(Inference(pool, calls=calls).generate_fitting([longer, REQUEST]).run)
     reading = asyncio.create_task(anext(answer))
-    await asyncio.sleep(0)
+    await calls.begun()
     (arrived,) = calls
     pool.loading.set()
     await reading
@@ -105,11 +108,10 @@ async def test_a_conversation_is_shortened_and_answered_within_the_limits():
     pool = endless(STARTED)
     limited = Inference(pool, limits=TimeLimits(total=SOON))
     with pytest.raises(RequestTimedOut, match="ran into its `timeout`"):
-        async for _ in limited.generate_fitting([REQUEST, REQUEST]):
-            pass
+        await limited.generate_fitting([REQUEST, REQUEST]).run(UNREAD)
     pool.loading = asyncio.Event()
     with pytest.raises(RequestTimedOut, match="its model was still being loaded"):
-        await anext(limited.generate_fitting([REQUEST, REQUEST]))
+        await limited.generate_fitting([REQUEST, REQUEST]).run(UNREAD)
 
 
 async def test_a_question_about_tokens_is_a_call_with_limits():
@@ -145,8 +147,7 @@ async def test_of_two_limits_the_shorter_counts():
 async def test_the_rows_of_one_call_end_together():
     pool = endless(STARTED)
     with pytest.raises(RequestTimedOut):
-        async for _ in Inference(pool, limits=TimeLimits(total=SOON)).generate([REQUEST] * 3):
-            pass
+        await read(pool, TimeLimits(total=SOON), rows=3)
     assert pool.backend.cancelled == 3
 
 
@@ -155,12 +156,13 @@ async def test_the_rows_of_one_call_end_together():
 async def test_an_answer_that_is_complete_stays_so_though_its_caller_has_not_taken_the_last(
     rows: int, turns: int
 ):
-    calls, records = Calls(), list[CallRecord]()
+    calls, records = Calls(), list[Timeline]()
     pool = ScriptedPool(ScriptedBackend(lambda _: says("a")))
-    answer = Inference(pool, [Recorder([records.append])], calls=calls).generate([REQUEST] * rows)
+    watched = Inference(pool, [Recorder([records.append])], calls=calls)
+    answer = steps(watched.generate([REQUEST] * rows).run)
     await anext(answer)
     (call,) = calls
-    while len(call.usages) < rows:
+    while not call.timeline.finished:
         await anext(answer)
     for _ in range(2):
         calls.interrupt(lambda: RequestTimedOut("late"))
@@ -173,10 +175,10 @@ async def test_an_answer_that_is_complete_stays_so_though_its_caller_has_not_tak
 
 async def test_a_complete_answer_that_nobody_takes_is_let_go_of():
     calls, pool = Calls(), ScriptedPool(ScriptedBackend(lambda _: says("a")))
-    answer = Inference(pool, calls=calls).generate([REQUEST])
+    answer = steps(Inference(pool, calls=calls).generate([REQUEST]).run)
     await anext(answer)
     (call,) = calls
-    while not call.usages:
+    while not call.timeline.finished:
         await anext(answer)
     calls.interrupt(lambda: RequestTimedOut("late"))
     assert await calls.ended(60)
@@ -186,9 +188,8 @@ async def test_a_complete_answer_that_nobody_takes_is_let_go_of():
 
 async def test_who_is_busy_with_what_came_learns_of_the_interruption_when_asking_for_more():
     calls = Calls()
-    answer = Inference(ScriptedPool(ScriptedBackend(lambda _: says("a"))), calls=calls).generate(
-        [REQUEST]
-    )
+    pool = ScriptedPool(ScriptedBackend(lambda _: says("a")))
+    answer = steps(Inference(pool, calls=calls).generate([REQUEST]).run)
     await anext(answer)
     calls.interrupt(lambda: GenerationFailed("lost"))
     await asyncio.sleep(0)
@@ -200,9 +201,9 @@ async def test_who_is_busy_with_what_came_learns_of_the_interruption_when_asking
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("limits", [TimeLimits(total=SOON), TimeLimits()])
 async def test_rows_end_at_once_though_their_caller_asks_for_no_more(rows: int, limits: TimeLimits):
-    calls, pool, records = Calls(), endless(STARTED), list[CallRecord]()
+    calls, pool, records = Calls(), endless(STARTED), list[Timeline]()
     inference = Inference(pool, [Recorder([records.append])], calls=calls, limits=limits)
-    answer = inference.generate([REQUEST] * rows)
+    answer = steps(inference.generate([REQUEST] * rows).run)
     await anext(answer)
     if limits.total is None:
         calls.interrupt(lambda: RequestTimedOut("late"))
@@ -217,11 +218,11 @@ async def test_rows_end_at_once_though_their_caller_asks_for_no_more(rows: int, 
 async def test_a_keys_turn_is_free_though_its_caller_asks_for_no_more():
     calls, pool = Calls(), endless(STARTED)
     account = Account(ApiKey("a", "", KeyLimits(max_concurrent=1)))
-    stalled = Inference(pool, account=account, calls=calls).generate([REQUEST])
+    stalled = steps(Inference(pool, account=account, calls=calls).generate([REQUEST]).run)
     await anext(stalled)
     calls.interrupt(lambda: GenerationFailed("lost"))
     assert await calls.ended(60)
-    other = Inference(pool, account=account).generate([REQUEST])
+    other = steps(Inference(pool, account=account).generate([REQUEST]).run)
     await anext(other)
     await other.aclose()
     await stalled.aclose()
@@ -230,7 +231,7 @@ async def test_a_keys_turn_is_free_though_its_caller_asks_for_no_more():
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_caller_may_leave_while_the_rows_are_being_ended(turns: int):
     calls, pool = Calls(), endless(STARTED)
-    answer = Inference(pool, calls=calls).generate([REQUEST] * 2)
+    answer = steps(Inference(pool, calls=calls).generate([REQUEST] * 2).run)
     await anext(answer)
     calls.interrupt(lambda: GenerationFailed("lost"))
     for _ in range(turns):

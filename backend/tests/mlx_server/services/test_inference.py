@@ -15,6 +15,7 @@ from mlx_manager.mlx_server.core import (
     Text,
     TextDelta,
 )
+from mlx_manager.mlx_server.engine.stream import steps
 from mlx_manager.mlx_server.errors import GenerationFailed, ModelNotFound
 from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest
 from mlx_manager.mlx_server.services.inference import (
@@ -46,14 +47,14 @@ async def texts(progress: AsyncIterator[Progress]) -> dict[int, str]:
 
 async def test_one_row_comes_as_it_is():
     pool = pool_of(lambda _: says("a", "b"))
-    steps = [step async for step in Inference(pool).generate([row("x")])]
-    assert steps[:2] == [[(0, [Started(3)])], [(0, [TextDelta("a")])]]
+    found = [step async for step in steps(Inference(pool).generate([row("x")]).run)]
+    assert found[:2] == [[(0, [Started(3)])], [(0, [TextDelta("a")])]]
     assert pool.leases == 0
 
 
 async def test_rows_are_told_apart_by_their_index():
     pool = pool_of(lambda request: says(*request.prompt.text))
-    found = await texts(Inference(pool).generate([row("abc"), row("de"), row("f")]))
+    found = await texts(steps(Inference(pool).generate([row("abc"), row("de"), row("f")]).run))
     assert found == {0: "abc", 1: "de", 2: "f"}
     assert pool.leases == 0
 
@@ -64,7 +65,7 @@ async def test_a_slow_row_does_not_hold_the_others_back():
     def script(request: GenerationRequest) -> Any:
         return [gate, *says("late")] if request.prompt.text == "slow" else says("now")
 
-    progress = Inference(pool_of(script)).generate([row("slow"), row("fast")])
+    progress = steps(Inference(pool_of(script)).generate([row("slow"), row("fast")]).run)
     async for step in progress:
         if any(index == 0 for index, _ in step):
             break
@@ -78,7 +79,7 @@ async def test_a_slow_row_does_not_hold_the_others_back():
 async def test_closing_cancels_every_row_and_gives_the_lease_back():
     never = asyncio.Event()
     pool = pool_of(lambda _: [[Started(1)], never])
-    progress = Inference(pool).generate([row("a"), row("b"), row("c")])
+    progress = steps(Inference(pool).generate([row("a"), row("b"), row("c")]).run)
     await anext(progress)
     assert (pool.backend.running, pool.leases) == (3, 1)
     await progress.aclose()
@@ -87,7 +88,7 @@ async def test_closing_cancels_every_row_and_gives_the_lease_back():
 
 async def test_closing_a_single_row_cancels_it():
     pool = pool_of(lambda _: [[Started(1)], asyncio.Event()])
-    progress = Inference(pool).generate([row("a")])
+    progress = steps(Inference(pool).generate([row("a")]).run)
     await anext(progress)
     await progress.aclose()
     assert (pool.backend.running, pool.backend.cancelled, pool.leases) == (0, 1, 0)
@@ -101,14 +102,14 @@ async def test_one_rows_failure_ends_them_all():
 
     pool = pool_of(script)
     with pytest.raises(GenerationFailed, match="broken"):
-        await texts(Inference(pool).generate([row("good"), row("bad")]))
+        await texts(steps(Inference(pool).generate([row("good"), row("bad")]).run))
     assert (pool.backend.running, pool.leases) == (0, 0)
 
 
 async def test_an_unknown_model_is_reported_at_the_first_step():
     pool = pool_of(lambda _: says("a"))
     with pytest.raises(ModelNotFound):
-        await texts(Inference(pool).generate([GenerationRequest("other", Text("x"))]))
+        await texts(steps(Inference(pool).generate([GenerationRequest("other", Text("x"))]).run))
 
 
 async def test_scripts_get_the_same_answer_whole_or_in_chunks():

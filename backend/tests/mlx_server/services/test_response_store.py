@@ -3,15 +3,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections.abc import AsyncGenerator
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlx_manager.mlx_server.config import MLXServerSettings, ResponseLimits
-from mlx_manager.mlx_server.core import Progress
+from mlx_manager.mlx_server.core import TextDelta
+from mlx_manager.mlx_server.engine.stream import Steps, steps
 from mlx_manager.mlx_server.errors import MLXManagerError, ResponseNotFound, StorageFailed
 from mlx_manager.mlx_server.services.response_store import (
     INDEX,
@@ -319,21 +320,22 @@ def test_a_file_that_cant_be_used_is_named(tmp_path: Path):
 async def test_only_a_complete_answer_is_saved_and_after_its_last_step(complete: bool):
     seen: list[Any] = []
 
-    async def progress() -> AsyncGenerator[Progress, None]:
-        for row in range(3):
-            yield [(row, [])]
+    async def work(inbox: Steps) -> None:
+        for letter in "abc":
+            inbox.put([(0, [TextDelta(letter)])])
+        await inbox.taken()
 
     async def save() -> None:
         seen.append("saved")
 
-    wrapped = saving(progress(), save)
-    async for step in wrapped:
+    answer = steps(partial(saving, work, save))
+    async for step in answer:
+        await asyncio.sleep(0)
         seen.append(step)
         if not complete:
-            await wrapped.aclose()
             break
-    assert ("saved" in seen) == complete
-    assert seen[-1] == "saved" if complete else True
+    await answer.aclose()
+    assert seen == [[(0, [TextDelta("abc")])], *(["saved"] if complete else [])]
 
 
 async def test_a_key_finds_its_own_responses_alone():

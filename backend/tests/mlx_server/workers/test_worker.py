@@ -16,6 +16,7 @@ from pools import answer, open_pool, request
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Conversation, Event, Message, Text
+from mlx_manager.mlx_server.engine.stream import events_of
 from mlx_manager.mlx_server.errors import (
     GenerationFailed,
     InvalidRequest,
@@ -60,7 +61,7 @@ async def test_an_error_of_the_workers_is_the_callers_and_ends_nothing_else(
     async with pool.lease("a") as lease:
         running = asyncio.create_task(answer(pool, "a", tokens=40))
         with pytest.raises(InvalidRequest) as refusal:
-            async for _ in lease.backend.generate(request("a", "word " * 5000)):
+            async for _ in events_of(lease.backend, request("a", "word " * 5000)):
                 pass
         assert refusal.value.code == "context_length_exceeded"
         assert await running
@@ -68,7 +69,7 @@ async def test_an_error_of_the_workers_is_the_callers_and_ends_nothing_else(
 
 async def test_a_caller_who_leaves_ends_the_row(pool: ModelPoolManager):
     async with pool.lease("a") as lease:
-        events = lease.backend.generate(request("a", tokens=1500))
+        events = events_of(lease.backend, request("a", tokens=1500))
         await anext(events)
         await events.aclose()
         async with asyncio.timeout(30):
@@ -84,7 +85,7 @@ async def test_rows_and_questions_of_a_worker_that_ends_fail_and_others_go_on(
 ):
     other = asyncio.create_task(answer(pool, "b", tokens=60))
     async with pool.lease("a") as lease:
-        events = lease.backend.generate(request("a", tokens=1500))
+        events = events_of(lease.backend, request("a", tokens=1500))
         await anext(events)
         lease.worker.kill("it was ended by a test")
         with pytest.raises(WorkerFailed, match="The process of a has failed: it was ended by a"):
@@ -109,10 +110,10 @@ async def test_the_words_of_one_step_are_those_of_the_workers_own_backend(models
     async with open_pool(models_dir, start=(here := Here())) as pool:
         async with pool.lease("a") as lease:
             through: list[Event] = []
-            async for events in lease.backend.generate(request("a", tokens=20)):
+            async for events in events_of(lease.backend, request("a", tokens=20)):
                 through += events
             own: list[Event] = []
-            async for events in here.models["a"].backend.generate(request("a", tokens=20)):
+            async for events in events_of(here.models["a"].backend, request("a", tokens=20)):
                 own += events
         assert [type(event) for event in through if event == own[-1]] == [type(own[-1])]
         texts = ["".join(getattr(e, "text", "") for e in some) for some in (through, own)]

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_manager.mlx_server.observability.metrics import Metrics
-from mlx_manager.mlx_server.observability.records import CallRecord
+from mlx_manager.mlx_server.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def install(app: FastAPI, metrics: Metrics) -> None:
 class AccessLog:
     """Layer that counts and logs answers.
 
-    In the request's state, `calls` is the list of the records of its calls, and `send` goes past
+    In the request's state, `calls` is the list of the timelines of its calls, and `send` goes past
     all layers within.
     """
 
@@ -49,7 +49,7 @@ class AccessLog:
                 status = message["status"]
             await send(message)
 
-        calls: list[CallRecord] = []
+        calls: list[Timeline] = []
         scope.setdefault("state", {}).update(calls=calls, send=send)
         start = time.perf_counter()
         try:
@@ -69,7 +69,7 @@ def template(scope: Scope) -> str:
     return scope["route"].path_format if "route" in scope else ""
 
 
-def facts(scope: Scope, status: int, seconds: float, calls: list[CallRecord]) -> dict[str, Any]:
+def facts(scope: Scope, status: int, seconds: float, calls: list[Timeline]) -> dict[str, Any]:
     """Return the facts that the log has of an answer: no content of the request or answer."""
     said: dict[str, Any] = {
         "request_id": scope["state"]["request_id"],

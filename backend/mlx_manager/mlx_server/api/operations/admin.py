@@ -5,7 +5,6 @@ Nobody else comes here: `owner` sees to that, before a route is looked for.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import APIRouter, Request
@@ -164,7 +163,8 @@ async def list_requests(request: Request) -> RunningRequests:
 
 def running_request(call: Call, drawn: list[tuple[int, int]]) -> RunningRequest:
     """drawn: (prompt's tokens, tokens so far) of each row that has not ended."""
-    first, ended = call.requests[0], call.usages.values()
+    first, timeline = call.requests[0], call.timeline
+    ended = [row.finished.usage for row in timeline.rows if row.finished is not None]
     prompts = sum(n for n, _ in drawn) + sum(usage.prompt_tokens for usage in ended)
     # The n answers to a prompt share the very object; it is counted once.
     answers = len(call.requests) // len({id(row.prompt) for row in call.requests})
@@ -176,7 +176,7 @@ def running_request(call: Call, drawn: list[tuple[int, int]]) -> RunningRequest:
         key=first.caller.key,
         state="waiting" if call.phase in ("load", "queue") else "running",
         phase=call.phase,
-        age_seconds=round(asyncio.get_running_loop().time() - call.arrived, 3),
+        age_seconds=round(timeline.now(), 3),
         rows=len(call.requests),
         prompt_tokens=prompts // answers,
         tokens=sum(n for _, n in drawn) + sum(usage.completion_tokens for usage in ended),

@@ -29,5 +29,6 @@ async def chat_completions(request: Request) -> Response:
     body = await read(request, ChatCompletionRequest, limits)
     head = chat.head(body, server.pool.resolve(body.model), limits.reasoning_field)
     check_rows("`n` asks for", head.rows, "n", server.settings.engine)
-    progress = server.inference(request, body).generate(chat.requests(body, head))
-    return await respond(request, body, progress, chat.ChatStream(head), chat.ChatAnswer(head))
+    call = server.inference(request, body).generate(chat.requests(body, head))
+    writer = chat.ChatStream(head, call.timeline)
+    return await respond(request, body, call.run, writer, chat.ChatAnswer(head, call.timeline))

@@ -29,11 +29,7 @@ async def completion(request: Request) -> Response:
     head = completions.head(body, server.pool.resolve(body.model))
     asked, param = "`prompt`, `n` and `best_of` ask for", "n" if head.n > 1 else "prompt"
     check_rows(asked, head.rows, param, server.settings.engine)
-    progress = server.inference(request, body).generate(completions.requests(body, head))
-    return await respond(
-        request,
-        body,
-        progress,
-        completions.CompletionStream(head),
-        completions.CompletionAnswer(head),
-    )
+    call = server.inference(request, body).generate(completions.requests(body, head))
+    writer = completions.CompletionStream(head, call.timeline)
+    answer = completions.CompletionAnswer(head, call.timeline)
+    return await respond(request, body, call.run, writer, answer)

@@ -11,6 +11,7 @@ from mlx_manager.mlx_server.api.connection import UntilHangup, notes, read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import respond
 from mlx_manager.mlx_server.api.state import server_of
+from mlx_manager.mlx_server.defaults import overlaid_prompt
 from mlx_manager.mlx_server.protocols import messages
 from mlx_manager.mlx_server.schemas.anthropic import (
     CountTokensRequest,
@@ -32,9 +33,9 @@ async def create_message(request: Request) -> Response:
     server = server_of(request)
     body = await read(request, MessagesRequest, server.settings.api)
     head = messages.head(body, server.pool.resolve(body.model), request.state.request_id)
-    progress = server.inference(request, body).generate([messages.request(body, head)])
+    call = server.inference(request, body).generate([messages.request(body, head)])
     return await respond(
-        request, body, progress, messages.MessageStream(head), messages.MessageAnswer(head)
+        request, body, call.run, messages.MessageStream(head), messages.MessageAnswer(head)
     )
 
 
@@ -45,7 +46,7 @@ async def count_tokens(request: Request, response: Response) -> TokenCount:
     body = await read(request, CountTokensRequest, server.settings.api)
     response.headers.update(notes(body))
     model = server.pool.resolve(body.model)
-    prompt = server.pool.overlay(model).prompt(messages.counted(body))
+    prompt = overlaid_prompt(messages.counted(body), server.pool.overlay(model))
     inference = server.inference(request, body)
     async with UntilHangup(request.receive):
         found = await inference.ask(model, lambda it, key: it.tokenize(prompt, key=key), "text")

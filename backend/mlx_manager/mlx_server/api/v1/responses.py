@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -20,7 +19,8 @@ from mlx_manager.mlx_server.api.connection import (
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import LargeResponse, respond
 from mlx_manager.mlx_server.api.state import caller_of, server_of
-from mlx_manager.mlx_server.core import GenerationRequest, Progress
+from mlx_manager.mlx_server.core import GenerationRequest
+from mlx_manager.mlx_server.engine.stream import Work
 from mlx_manager.mlx_server.errors import (
     InvalidParameter,
     InvalidRequest,
@@ -68,7 +68,7 @@ async def create_response(request: Request) -> Response:
     added = responses.added_tools([*history, *said])
     head = responses.ResponseHead(model, body, partial(server.pool.sampling, model), added)
     stream = responses.ResponseStream(head)
-    progress = await _progress(request, stream, history, said)
+    work = await _work(request, stream, history, said)
     items, owner, latest = responses.listed(said), caller_of(request), _latest(request)
 
     async def save() -> None:
@@ -83,14 +83,14 @@ async def create_response(request: Request) -> Response:
             log.warning("a response could not be kept: %s", error.message)
             stream.unkept()
 
-    progress = saving(progress, save)
-    return await respond(request, body, progress, stream, responses.ResponseAnswer(stream))
+    answer = responses.ResponseAnswer(stream)
+    return await respond(request, body, partial(saving, work, save), stream, answer)
 
 
-async def _progress(
+async def _work(
     request: Request, stream: responses.ResponseStream, history: list[Item], said: list[Item]
-) -> AsyncGenerator[Progress, None]:
-    """Yield what a model makes of a conversation: an answer, a summary, or one after the other."""
+) -> Work:
+    """Return what is to be made of a conversation: an answer, a summary, or one after the other."""
     head, body = stream.head, stream.head.body
     inference = server_of(request).inference(request, body)
     asked = responses.request(head, history, said)
@@ -105,16 +105,16 @@ async def _progress(
             stream.sum_up(summary, alone=alone)
             summaries = Summarising(asked, context)
             if alone:
-                return inference.generate_fitting(summaries)
+                return inference.generate_fitting(summaries).run
 
             def rest() -> EverShorter:
                 summed_up = responses.kept_items([summary.item()])
                 return _fitting(responses.request(head, history, [*said, *summed_up]), body)
 
-            return compacting(inference, summaries, rest)
+            return partial(compacting, inference, summaries, rest)
     if body.truncation == "auto":
-        return inference.generate_fitting(_fitting(asked, body))
-    return inference.generate([asked])
+        return inference.generate_fitting(_fitting(asked, body)).run
+    return inference.generate([asked]).run
 
 
 def _fitting(asked: GenerationRequest, body: InputTokensRequest) -> EverShorter:
@@ -175,9 +175,9 @@ async def compact_response(request: Request) -> Response:
     inference = server.inference(request, body)
     async with UntilHangup(request.receive):
         summary = Summary(await context_length(inference, model))
-        progress = inference.generate_fitting(Summarising(asked, summary.context))
+        call = inference.generate_fitting(Summarising(asked, summary.context))
         answer = responses.CompactionAnswer(summary, [*history, *said])
-        collected = await collect(progress, answer)
+        collected = await collect(call.run, answer)
     return LargeResponse(collected, notes(body))
 
 

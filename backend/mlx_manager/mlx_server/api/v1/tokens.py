@@ -16,6 +16,7 @@ from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import LargeResponse
 from mlx_manager.mlx_server.api.state import server_of
 from mlx_manager.mlx_server.core import Conversation, Prompt, Tokenized
+from mlx_manager.mlx_server.defaults import overlaid_prompt
 from mlx_manager.mlx_server.protocols.tokens import asked_to_render, tokenized, tokenizing, told
 from mlx_manager.mlx_server.schemas.openai import (
     DetokenizeRequest,
@@ -51,7 +52,7 @@ async def ask(
 def overlaid(request: Request, model: str | None, prompt: Prompt) -> Prompt:
     """Return the prompt with what the owner lays over requests that name the model."""
     pool = server_of(request).pool
-    return pool.overlay(pool.resolve(model)).prompt(prompt)
+    return overlaid_prompt(prompt, pool.overlay(pool.resolve(model)))
 
 
 @unversioned.post("/tokenize")

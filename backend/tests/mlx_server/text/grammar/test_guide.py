@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from engine.rig import Rig
+from engine.rig import EventStream, Rig
 
 import mlx_manager.demo_model
 from mlx_manager.mlx_server.backends.guidance import Guidance
@@ -26,7 +26,6 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
-from mlx_manager.mlx_server.engine.stream import EventStream
 from mlx_manager.mlx_server.errors import GenerationFailed, InvalidParameter
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
@@ -67,7 +66,7 @@ async def answer(
 ) -> list[Event]:
     request = GenerationRequest("m", Text("x"), **asked)  # type: ignore[arg-type]
     output, guide = Guidance(rig.tokenizer, END).of(request, output)
-    stream = EventStream(asyncio.get_running_loop())
+    stream = EventStream()
     sequence = Sequence(
         PROMPT,
         limit=limit,
@@ -194,7 +193,7 @@ async def test_an_answer_whose_grammar_becomes_too_much_fails_and_is_no_whole_on
         min_tokens=0,
         sampler=SamplerState.of(Sampling(seed=1), PROMPT),
         parser=OutputParser(rig.texts.stream(PLAIN), PLAIN),
-        stream=EventStream(asyncio.get_running_loop()),
+        stream=EventStream(),
         guide=guide,
     )
     rig.thread.post(partial(rig.engine.submit, sequence))

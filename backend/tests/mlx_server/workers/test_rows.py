@@ -16,7 +16,7 @@ from mlx_manager.mlx_server.core import (
 from mlx_manager.mlx_server.engine.stream import Outbox
 from mlx_manager.mlx_server.errors import GenerationFailed
 from mlx_manager.mlx_server.workers.messages import Failed, News
-from mlx_manager.mlx_server.workers.wire import Wire
+from mlx_manager.mlx_server.workers.rows import ServedRows
 
 END = Finished("stop", Usage(3, 2))
 
@@ -28,7 +28,7 @@ class Sent:
         self.messages: list[Any] = []
         self.looks = 0
         self.broken: str | None = None
-        self.wire = Wire(self.messages.append, lambda: self.broken, self.look)
+        self.served = ServedRows(self.messages.append, lambda: self.broken, self.look)
 
     def look(self) -> None:
         self.looks += 1
@@ -37,7 +37,7 @@ class Sent:
         """Deliver a step's news as an engine does."""
         outbox = Outbox()
         for number, outcome in news:
-            row = self.wire.rows.get(number) or self.wire.row(number)
+            row = self.served.rows.get(number) or self.served.row(number)
             if isinstance(outcome, GenerationFailed):
                 outbox.fail(row, outcome)
             else:
@@ -59,24 +59,20 @@ def test_a_text_with_log_probabilities_is_told_whole() -> None:
     assert sent.messages == [News([(1, 0, [scored])])]
 
 
-def test_a_row_tells_how_many_tokens_are_drawn_and_nothing_of_this_process() -> None:
+def test_a_row_tells_how_many_tokens_are_drawn() -> None:
     sent = Sent()
-    drawn = iter((1, 5))
-    sent.step((1, [Started(3, drawn=lambda: next(drawn), shortcut=print)]))
+    sent.served.row(1).drawn = iter((1, 5)).__next__
+    sent.step((1, [Started(3)]))
     sent.step((1, [TextDelta("a")]))
-    [begun], [later] = (message.rows for message in sent.messages)
-    assert begun[:2] == (1, 1)
-    assert begun[2][0].drawn() == 0
-    assert begun[2][0].shortcut is not print
-    assert later == (1, 5, "a")
+    assert sent.messages == [News([(1, 1, [Started(3)])]), News([(1, 5, "a")])]
 
 
 def test_a_row_that_has_ended_is_forgotten() -> None:
     sent = Sent()
     sent.step((1, [TextDelta("a"), END]), (2, [TextDelta("b")]))
-    assert list(sent.wire.rows) == [2]
+    assert list(sent.served.rows) == [2]
     sent.step((2, GenerationFailed("It broke.")))
-    assert not sent.wire.rows
+    assert not sent.served.rows
 
 
 def test_a_failure_follows_what_came_before_it_and_has_no_frames() -> None:
@@ -96,4 +92,4 @@ def test_rows_of_a_worker_that_can_not_go_on_are_failed_by_its_end() -> None:
     sent.broken = "the GPU takes no more work"
     sent.step((1, GenerationFailed("It broke.")))
     assert sent.messages == []
-    assert not sent.wire.rows
+    assert not sent.served.rows

@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from mlx_manager.mlx_server.core import Event, Finished, Started, Taker, TextDelta, the_long_way
+from mlx_manager.mlx_server.core import Event, Finished, TextDelta
 from mlx_manager.mlx_server.engine.stream import Delivery
 from mlx_manager.mlx_server.errors import MLXManagerError
-from mlx_manager.mlx_server.workers.messages import Failed, News, Row
+from mlx_manager.mlx_server.workers.messages import Failed, News, RowNews
 
 
-class WireRow:
+class ServedRow:
     """One row of a request.
 
     Attributes:
+        drawn: as in `engine.stream.Sink`.
         cancel: ends the row; None until it has been submitted.
     """
 
-    def __init__(self, number: int, home: Wire) -> None:
+    def __init__(self, number: int, home: ServedRows) -> None:
         self.number = number
         self.home = home
+        self.drawn: Callable[[], int] = int
         self.cancel: Callable[[], None] | None = None
-        self._drawn: Callable[[], int] = int
-
-    def shorten(self, take: Taker) -> None:
-        """Do nothing: a row of a worker has no shortcut."""
-
-    def told(self, events: list[Event]) -> Row:
-        """Return what the server is told of the row."""
-        if type(begun := events[0]) is Started:
-            self._drawn = begun.drawn
-            events = [replace(begun, drawn=int, shortcut=the_long_way), *events[1:]]
-        elif len(events) == 1 and type(begun) is TextDelta and not begun.logprobs:
-            return self.number, self._drawn(), begun.text
-        return self.number, self._drawn(), events
 
 
-class Wire:
+class ServedRows:
     """The rows under way by their questions' numbers.
 
     send: sends a message. broken: says why nothing can be computed any more; rows that fail
@@ -51,25 +39,25 @@ class Wire:
         broken: Callable[[], Any],
         sent: Callable[[], object],
     ) -> None:
-        self.rows: dict[int, WireRow] = {}
+        self.rows: dict[int, ServedRow] = {}
         self._send = send
         self._broken = broken
         self._sent = sent
 
-    def row(self, number: int) -> WireRow:
+    def row(self, number: int) -> ServedRow:
         """Return a new row."""
-        self.rows[number] = row = WireRow(number, self)
+        self.rows[number] = row = ServedRow(number, self)
         return row
 
     def deliver(self, batch: list[Delivery]) -> None:
         """Send a step's events, and then its failures."""
-        rows: list[Row] = []
+        rows: list[RowNews] = []
         failed: list[Failed] = []
-        for row, outcome in batch:
+        for row, outcome, tokens in batch:
             if isinstance(outcome, MLXManagerError):
                 failed.append(failure(row.number, outcome))
             else:
-                rows.append(row.told(outcome))
+                rows.append((row.number, tokens, told(outcome)))
             if isinstance(outcome, MLXManagerError) or type(outcome[-1]) is Finished:
                 self.rows.pop(row.number, None)
         if rows:
@@ -78,6 +66,13 @@ class Wire:
             for message in failed:
                 self._send(message)
         self._sent()
+
+
+def told(events: list[Event]) -> str | list[Event]:
+    """Return the events as `News` has them."""
+    if len(events) == 1 and type(only := events[0]) is TextDelta and not only.logprobs:
+        return only.text
+    return events
 
 
 def failure(number: int, error: MLXManagerError) -> Failed:
