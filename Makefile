@@ -1,4 +1,4 @@
-.PHONY: help setup serving clients serve test lint types check audit dashboard bench clean
+.PHONY: help setup serving clients page serve test lint types check audit dashboard bench clean
 .DEFAULT_GOAL := help
 
 # In quotes wherever it stands: a clone may lie in a folder with a space in its name. What is here
@@ -12,6 +12,7 @@ help:
 	@echo '             more options: make serve ARGS="--model mlx-community/Llama-3.2-3B-Instruct-4bit --port 9000"'
 	@echo 'make setup   install that and what the tests need (PYTHON=/path/to/python3, MLX=metal|cuda13|cuda12|cpu to choose)'
 	@echo 'make clients install the clients and the CUDA compiler that tests try (gigabytes; else skipped)'
+	@echo 'make page    build frontend/ into the package, where it is committed (npm)'
 	@echo 'make test    ruff check, ruff format --check, mypy, then all the tests'
 	@echo 'make check   the tests alone; some of them: make check ARGS="-k stop_strings"; WORKERS=0: in one process'
 	@echo 'make audit   bandit over the code, pip-audit over the pinned dependencies (asks PyPI)'
@@ -27,6 +28,10 @@ serving:
 
 clients:
 	@scripts/clients.sh
+
+page:
+	@scripts/page.sh
+	cd frontend && npm run --silent build
 
 serve: serving
 	@exec "$(BIN)/mlx-manager" serve $(ARGS)
@@ -58,5 +63,5 @@ bench: setup
 	[ -z "$$failed" ] || { echo "make bench: without figures:$$failed" >&2; exit 1; }
 
 clean:
-	rm -rf .venv .venv-clients .uv build backend/tests/clients/*/node_modules backend/tests/dashboard/node_modules backend/.mypy_cache backend/.pytest_cache backend/.ruff_cache backend/.hypothesis .ruff_cache
+	rm -rf .venv .venv-clients .uv build backend/tests/clients/*/node_modules backend/tests/dashboard/node_modules frontend/node_modules backend/.mypy_cache backend/.pytest_cache backend/.ruff_cache backend/.hypothesis .ruff_cache
 	find backend benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -38,6 +38,9 @@ if [ $# = 0 ]; then
     # To install is one process's work each time, so .venv gets the rest while its pip is at work.
     scripts/setup.sh pip
     scripts/setup.sh &
+    setup=$!
+    scripts/page.sh &
+    page=$!
     status=0
     scripts/prometheus.sh
     # The largest, 3 GB together, are tried only where all tests run.
@@ -46,7 +49,8 @@ if [ $# = 0 ]; then
     # Some at once, those with most to install first; one that fails does not stop the others.
     ls -S backend/tests/clients/*/constraints.txt backend/tests/clients/*/package.json |
         grep -Ev "$left" | xargs -n 1 dirname | xargs -n 1 -P 3 scripts/clients.sh || status=$?
-    wait $! || status=$?
+    wait $setup || status=$?
+    wait $page || status=$?
     exit $status
 fi
 for folder; do

@@ -111,6 +111,19 @@ class ServerClient:
         if not whole:
             raise ServerLost(f"{self.url} ended the answer before it was whole")
 
+    def states(self, interval: float) -> Generator[dict[str, Any]]:
+        """Stream what the server is doing, every `interval` seconds, until the generator is
+        closed."""
+        path = "/v1/admin/events"
+        asked: dict[str, Any] = {"params": {"interval": interval}, "timeout": LOAD_SECONDS}
+        with self._reaching(), self._http.stream("GET", path, **asked) as response:
+            if not response.is_success:
+                response.read()
+                raise refusal(response)
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line.removeprefix("data: "))
+
     def _ask(self, method: str, path: str, field: str, **options: Any) -> dict[str, Any]:
         with self._reaching():
             response = self._http.request(method, path, **options)

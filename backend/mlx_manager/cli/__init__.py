@@ -21,6 +21,7 @@ from mlx_manager.cli.launch import launch
 from mlx_manager.cli.models.list import list_models
 from mlx_manager.cli.models.pull import pull
 from mlx_manager.cli.models.rm import rm
+from mlx_manager.cli.models.search import search
 from mlx_manager.cli.server.key import key
 from mlx_manager.cli.server.load import cancel, load, unload, unpin
 from mlx_manager.cli.server.ps import ps
@@ -67,6 +68,7 @@ def mlx_manager(context: typer.Context, version: Version = False) -> None:
 app.command(short_help="Serve models over the OpenAI and Anthropic APIs.")(serve)
 app.command()(chat)
 app.command(context_settings={"ignore_unknown_options": False})(launch)
+app.command()(search)
 app.command()(pull)
 app.command("list")(list_models)
 app.command()(rm)

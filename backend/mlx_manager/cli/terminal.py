@@ -50,6 +50,11 @@ def colour(name: str) -> str | None:
     return None if os.environ.get("NO_COLOR") or is_dumb() else name
 
 
+def escapes_are_known() -> bool:
+    """Return whether stdout is a terminal that knows escape sequences."""
+    return sys.stdout.isatty() and not is_dumb()
+
+
 def complain(message: str) -> None:
     said = f"mlx-manager: {in_lines(message)}"
     logs = sys.modules.get("mlx_manager.mlx_server.observability.logs")

@@ -20,10 +20,18 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from mlx_manager import __version__
-from mlx_manager.mlx_server.api import auth, documentation, errors, ollama
+from mlx_manager.mlx_server.api import auth, documentation, errors, ollama, page
 from mlx_manager.mlx_server.api.http import access, websocket
 from mlx_manager.mlx_server.api.http.listener import Listener
-from mlx_manager.mlx_server.api.operations import admin, audit, debug, health, metrics
+from mlx_manager.mlx_server.api.operations import (
+    admin,
+    audit,
+    debug,
+    events,
+    health,
+    hub,
+    metrics,
+)
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.api.v1 import unversioned_router, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings, doubts
@@ -38,6 +46,7 @@ from mlx_manager.mlx_server.observability.tracing import start_tracing
 from mlx_manager.mlx_server.schemas.admin import ClearRequest, ModelRef, PinRequest
 from mlx_manager.mlx_server.schemas.anthropic import CountTokensRequest, MessagesRequest
 from mlx_manager.mlx_server.schemas.embeddings import EmbeddingsRequest, RerankRequest
+from mlx_manager.mlx_server.schemas.hub import SettingsChange
 from mlx_manager.mlx_server.schemas.ollama import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -86,6 +95,7 @@ BODIES: list[type[BaseModel]] = [
     PromptRequest,
     RerankRequest,
     ResponsesRequest,
+    SettingsChange,
     TokenizeRequest,
 ]
 
@@ -97,6 +107,8 @@ ROUTERS = (
     v1_router,
     unversioned_router,
     admin.router,
+    events.router,
+    hub.router,
     ollama.router,
 )
 
@@ -147,7 +159,8 @@ def create_app(
 
         serving = asyncio.create_task(serve_models(server, models))
         serving.add_done_callback(partial(report_end, server))
-        beside = [serving]
+        history = asyncio.create_task(server.history.keep(server.calls.begun))
+        beside = [serving, history]
         if server.settings.keep_awake:
             beside.append(asyncio.create_task(keep_awake(server.calls)))
         try:
@@ -166,8 +179,7 @@ def create_app(
     access.install(app, server.metrics)
     auth.install_cors(app, server.settings.access)
     websocket.install(app, server)
-    for router in ROUTERS:
-        app.include_router(router)
+    include_routes(app, server.settings)
     documentation.describe(
         app,
         BODIES,
@@ -176,6 +188,13 @@ def create_app(
     )
     watch(app, server)
     return app
+
+
+def include_routes(app: FastAPI, settings: MLXServerSettings) -> None:
+    if settings.ui:
+        page.install(app)
+    for router in ROUTERS:
+        app.include_router(router)
 
 
 def watch(app: FastAPI, server: Server) -> None:
@@ -354,6 +373,7 @@ async def announce(server: Server, listener: Listener) -> None:
             ids,
             models[0].kind or "text",
             need_key=server.settings.access.need_key,
+            page=server.settings.ui,
         )
         logs.tell(text, sys.stdout, url=f"{url}/v1", models=ids)
         notify(READY, f"STATUS=Ready: {url}/v1")
@@ -365,18 +385,24 @@ async def announce(server: Server, listener: Listener) -> None:
 
 
 def greeting(
-    url: str, models: Sequence[str], kind: Kind = "text", *, need_key: bool = False
+    url: str,
+    models: Sequence[str],
+    kind: Kind = "text",
+    *,
+    need_key: bool = False,
+    page: bool = False,
 ) -> str:
     """Return the text for people when the server is ready, with a command to paste.
 
-    kind: the kind of the first model, which is the default one.
+    kind: the kind of the first model, which is the default one. page: there is a page for browsers.
     """
     path, body = TO_PASTE[kind]
     key = ' -H "Authorization: Bearer $KEY"' if need_key else ""
     more = f" and {len(models) - MOST_NAMED} more" if len(models) > MOST_NAMED else ""
+    browser = f"In a browser: {url}\n" if page else ""
     return (
         f"MLX Manager {__version__} is ready: {url}/v1\n"
-        f"Models: {', '.join(models[:MOST_NAMED])}{more}\n\n"
+        f"Models: {', '.join(models[:MOST_NAMED])}{more}\n{browser}\n"
         f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} "
         f"-d {shlex.quote(body)}\n"
     )

@@ -53,6 +53,7 @@ class Access:
     ollama_port: int | None = setting(
         None, "Second port to listen on, such as 11434, where Ollama's clients look", ge=1, le=65535
     )
+    ui: bool = setting(True, "Serve a page for browsers at / and /ui")
     api_key: Secret | None = setting(
         None,
         "API key that requests must send; a variable hides it from other users",

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "c0ffee" + "0" * 34
 CHUNK = 256 * 1024
@@ -54,6 +54,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         match path.strip("/").split("/"):
+            case ["api", "models"]:
+                self.send(self.listing())
             case ["api", "models", _, "missing", *_] | [_, "missing", *_]:
                 self.refuse(401, "RepoNotFound")
             case ["api", "models", _, "broken", *_]:
@@ -70,6 +72,13 @@ class Handler(BaseHTTPRequestHandler):
                 self.file(file)
             case _:
                 self.refuse(404, "")
+
+    def listing(self) -> list[dict[str, object]]:
+        """Return two models for every search."""
+        words = parse_qs(urlsplit(self.path).query)["search"][0].replace(" ", "-")
+        about = {"tags": ["mlx", "license:apache-2.0"], "likes": 3, "gated": False}
+        dates = {"lastModified": "2026-01-02T03:04:05.000Z", "downloads": 1234}
+        return [{"id": f"{owner}/{words}", **about, **dates} for owner in ("one", "other")]
 
     def description(self, name: str) -> dict[str, object]:
         config = json.loads((self.hub.folder / "config.json").read_text())

@@ -24,13 +24,24 @@ class LiveServer:
 
 @contextmanager
 def live_server(
-    errors: Path, command: Sequence[str] = (str(PROGRAM), "serve"), **settings: object
+    errors: Path,
+    command: Sequence[str] = (str(PROGRAM), "serve"),
+    *,
+    offline: bool = True,
+    **settings: object,
 ) -> Iterator[LiveServer]:
-    """`mlx-manager serve` on a free port, interrupted at the end; it must then end by itself."""
+    """`mlx-manager serve` on a free port, interrupted at the end; it must then end by itself.
+
+    offline: it asks no hub.
+    """
     own = {f"MLX_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
     environment = (
         os.environ
-        | {"HF_HUB_OFFLINE": "1", "MLX_SERVER_HF_CACHE": "false", "MLX_SERVER_PORT": "0"}
+        | {
+            "HF_HUB_OFFLINE": str(int(offline)),
+            "MLX_SERVER_HF_CACHE": "false",
+            "MLX_SERVER_PORT": "0",
+        }
         | own
     )
     with errors.open("w") as log:

@@ -65,6 +65,7 @@ def make_scripted_model(
     script: Sequence[str],
     *,
     without_tools: str = "Without tools.",
+    endless: bool = False,
     context_length: int = 131_072,
 ) -> Path:
     """Write a model that answers by a script to the folder `path`.
@@ -73,6 +74,7 @@ def make_scripted_model(
     the first: the answer after n of them is `script[n % len(script)]`. What an agent has the
     assistant say by itself does not count.
     without_tools: the answer where no tools are offered.
+    endless: each answer begins again where it would end.
     """
     path.mkdir(parents=True, exist_ok=True)
     answers = (without_tools, *script)
@@ -88,7 +90,8 @@ def make_scripted_model(
         # No merge leads to the pieces: what is read is never made of them.
         for piece in (opening, *pieces):
             vocabulary[piece] = len(vocabulary)
-        following += pairwise(vocabulary[piece] for piece in (opening, *pieces, EOT))
+        last = pieces[0] if endless else EOT
+        following += pairwise(vocabulary[piece] for piece in (opening, *pieces, last))
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     shutil.copy(DEMO / "tokenizer_config.json", path)
     (path / "chat_template.jinja").write_text(TEMPLATE.replace("SCRIPT", json.dumps(script)))

@@ -9,12 +9,14 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import unquote, urlsplit
 
 import typer
 
+from mlx_manager.cli.models.plan import memory_limit, sentence
 from mlx_manager.cli.settings import check_hub_address
 from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note
 from mlx_manager.mlx_server.utils.text import sized
@@ -26,13 +28,17 @@ if TYPE_CHECKING:
     from mlx_manager.mlx_server.config import MLXServerSettings
     from mlx_manager.mlx_server.errors import MLXManagerError
     from mlx_manager.mlx_server.models.hub import Report, Repository
+    from mlx_manager.mlx_server.models.plan import Plan
 
 Name = Annotated[
     str,
     typer.Argument(metavar="OWNER/NAME", help="A repository of huggingface.co, or its address"),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Show the model's size and licence; download nothing")
+    bool,
+    typer.Option(
+        "--dry-run", help="Show the model's size and licence, and whether it fits; download nothing"
+    ),
 ]
 Anyway = Annotated[
     bool, typer.Option("--anyway", help="Download also a model that can't be served")
@@ -65,11 +71,14 @@ def pull(
         if not as_json:
             describe(found, missing, hub.free_bytes(hub.cache_folder()))
         check_architecture(found, anyway)
+        plan = plan_for(found) if dry_run else None
+        if plan is not None and not as_json:
+            note(sentence(plan))
         folder = None if dry_run else download(found)
     except MLXManagerError as error:
         fail(error.message, exit_code(error))
     if as_json:
-        typer.echo(json.dumps(document(found, missing, folder), indent=2))
+        typer.echo(json.dumps(document(found, missing, folder) | planned(plan), indent=2))
     elif folder is not None:
         typer.echo(folder)
         note(f"Try it: mlx-manager chat --model {found.id}")
@@ -254,6 +263,29 @@ def client_notes(console: Console) -> Iterator[None]:
         yield
     finally:
         log.handlers = before
+
+
+def plan_for(found: Repository) -> Plan | None:
+    """Return what a model would take on this machine; None where MLX can't be imported, or a
+    setting of the environment is wrong."""
+    from pydantic import ValidationError
+
+    from mlx_manager.mlx_server.config import MLXServerSettings
+    from mlx_manager.mlx_server.models import hub
+    from mlx_manager.mlx_server.models.plan import plan_of
+
+    try:
+        limit = memory_limit(MLXServerSettings())
+    except (ImportError, ValidationError):
+        return None
+    return plan_of(found, hub.config_of(found), limit)
+
+
+def planned(plan: Plan | None) -> dict[str, object]:
+    if plan is None:
+        return {}
+    own = {"fits": plan.fits, "tokens": plan.tokens, "rows_at_context": plan.rows_at_context}
+    return asdict(plan) | own
 
 
 def document(found: Repository, missing: int, folder: Path | None) -> dict[str, object]:

@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from datetime import datetime
+from typing import Annotated, Any
 
 import typer
 
 from mlx_manager.cli.connection import AdminToken, Url, administering
-from mlx_manager.cli.terminal import AsJson, duration, show, table
+from mlx_manager.cli.terminal import (
+    AsJson,
+    ExitCode,
+    duration,
+    escapes_are_known,
+    show,
+    table,
+)
 from mlx_manager.mlx_server.utils.text import sized
 
+Watch = Annotated[
+    bool, typer.Option("--watch", "-w", help="Show it again every second, until Ctrl-C")
+]
+Why = Annotated[
+    bool, typer.Option("--why", help="Show recent calls, and why their prefixes missed")
+]
+CLEAR = "\x1b[H\x1b[2J"
 
-def ps(*, url: Url = None, admin_token: AdminToken = None, as_json: AsJson = False) -> None:
+
+def ps(
+    *,
+    watch: Watch = False,
+    why: Why = False,
+    url: Url = None,
+    admin_token: AdminToken = None,
+    as_json: AsJson = False,
+) -> None:
     """Show a running server's loaded models and the requests under way.
 
     It asks the server's admin API, which answers only programs on the same machine unless the
@@ -22,30 +45,48 @@ def ps(*, url: Url = None, admin_token: AdminToken = None, as_json: AsJson = Fal
     \b
     Examples:
       mlx-manager ps
+      mlx-manager ps --watch
+      mlx-manager ps --why
       mlx-manager ps --json | jq '.requests[] | select(.state == "waiting")'
     """
     with administering(url, admin_token) as client:
-        models = client.get("/v1/admin/models", "memory")
-        requests = client.get("/v1/admin/requests", "data")
-    loaded = [model for model in models["data"] if model["state"] != "loadable"]
+        if not watch:
+            print_state(client.url, client.get("/v1/admin/state", "calls"), why, as_json)
+            return
+        calls: list[dict[str, Any]] = []
+        try:
+            for state in client.states(1.0):
+                calls = state["calls"] = [*calls, *state["calls"]][-MOST_CALLS:]
+                if not as_json:
+                    # In a file or a pipe each state follows the one before.
+                    typer.echo(CLEAR if escapes_are_known() else "", nl=False)
+                print_state(client.url, state, why, as_json)
+        except KeyboardInterrupt:
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+
+
+MOST_CALLS = 200
+SHOWN_CALLS = 20
+
+
+def print_state(url: str, state: dict[str, Any], why: bool, as_json: bool) -> None:
+    loaded = [model for model in state["models"] if model["state"] != "loadable"]
+    memory, requests = state["memory"], state["requests"]
     if as_json:
-        found = {
-            "url": client.url,
-            "memory": models["memory"],
-            "models": loaded,
-            "requests": requests["data"],
-        }
-        typer.echo(json.dumps(found, indent=2))
+        found = {"url": url, "memory": memory, "models": loaded, "requests": requests}
+        typer.echo(json.dumps(found | ({"calls": state["calls"]} if why else {}), indent=2))
         return
-    memory = models["memory"]
     used = memory["limit"] - memory["available"]
-    typer.secho(client.url, bold=True, nl=False)
+    typer.secho(url, bold=True, nl=False)
     typer.echo(f"  {sized(used)} of {sized(memory['limit'])} memory promised")
     typer.echo()
-    print_models(loaded, requests["data"])
-    if requests["data"]:
+    print_models(loaded, requests)
+    if requests:
         typer.echo()
-        print_requests(requests["data"])
+        print_requests(requests)
+    if why:
+        typer.echo()
+        print_calls(state["calls"])
 
 
 def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]) -> None:
@@ -94,5 +135,28 @@ def print_requests(requests: Sequence[dict[str, Any]]) -> None:
             duration(request["age_seconds"]),
             f"{request['prompt_tokens']:,}",
             f"{request['tokens']:,}",
+        )
+    show(shown)
+
+
+def print_calls(calls: Sequence[dict[str, Any]]) -> None:
+    if not calls:
+        typer.echo("No call has ended since the server started.")
+        return
+    numbers = ("prompt", "kept", "tokens", "first", "whole")
+    shown = table("ended", "model", "key", *numbers, "outcome", "why", right=numbers)
+    for call in reversed(calls[-SHOWN_CALLS:]):
+        missed = f"at token {call['cached_tokens']:,}: {call['missed']}" if call["missed"] else ""
+        shown.add_row(
+            f"{datetime.fromtimestamp(call['ended']):%H:%M:%S}",
+            call["model"],
+            call["key"],
+            f"{call['prompt_tokens']:,}",
+            f"{call['cached_tokens']:,}",
+            f"{call['tokens']:,}",
+            "" if call["first"] is None else f"{call['first']:.2f} s",
+            f"{call['seconds']:.2f} s",
+            call["outcome"],
+            missed,
         )
     show(shown)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from mlx_manager.cli.settings import parse_settings, takes_settings
 from mlx_manager.cli.terminal import fail
 
+Plan = Annotated[
+    bool, typer.Option("--plan", help="Show what the models would take of memory; serve nothing")
+]
+
 
 @takes_settings()
-def serve(*, given: dict[str, Any]) -> None:
+def serve(*, plan: Plan = False, given: dict[str, Any]) -> None:
     """Serve models over the OpenAI and Anthropic APIs until interrupted.
 
     Every option is also an environment variable: --max-rows is MLX_SERVER_MAX_ROWS. The option
@@ -22,6 +28,7 @@ def serve(*, given: dict[str, Any]) -> None:
       mlx-manager serve
       mlx-manager serve --model mlx-community/Llama-3.2-3B-Instruct-4bit --port 9000
       mlx-manager serve --models-dir ~/models --memory-limit-gb 24
+      mlx-manager serve --models-dir ~/models --plan
     """
     if (given.get("log_format") or os.environ.get("MLX_SERVER_LOG_FORMAT")) == "json":
         from mlx_manager.mlx_server.observability.logs import capture_output
@@ -29,6 +36,11 @@ def serve(*, given: dict[str, Any]) -> None:
         capture_output()
     settings = parse_settings(given)
     require_mlx()
+    if plan:
+        from mlx_manager.cli.models.plan import print_plan
+
+        print_plan(settings)
+        return
     from mlx_manager.mlx_server.main import run
 
     run(settings)

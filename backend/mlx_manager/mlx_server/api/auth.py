@@ -1,8 +1,8 @@
 """Access control: the key of a request, and the key's limits for this minute.
 
 Where there are keys, every path needs one, unknown paths included, except for the paths listed
-here as open: a path added later is closed until somebody opens it. The admin API's paths are closed
-to all but the owner, who needs no key.
+here as open and the page's files: a path added later is closed until somebody opens it. The admin
+API's paths are closed to all but the owner, who needs no key.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mlx_manager.mlx_server.address import is_loopback
 from mlx_manager.mlx_server.api.errors import ANTHROPIC_PATH, answer
 from mlx_manager.mlx_server.api.http.paths import routed
 from mlx_manager.mlx_server.api.owner import check_owner, is_owners
+from mlx_manager.mlx_server.api.page import is_page
 from mlx_manager.mlx_server.api.state import Server
 from mlx_manager.mlx_server.config import AccessRules
 from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError, PermissionDenied
@@ -79,6 +80,7 @@ class Gate:
         self.app = app
         self._accounts = server.accounts
         self._rules = server.settings.access
+        self._has_page = server.settings.ui
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -109,6 +111,8 @@ class Gate:
         headers = Headers(scope=scope)
         if not self._rules.need_key and not self._rules.open_access:
             check_host(headers.get("host", ""), self._rules.allowed_hosts)
+        if self._has_page and is_page(scope, path):
+            return UNLIMITED
         return self._accounts.find(presented(headers))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import LargeResponse, respond
 from mlx_manager.mlx_server.api.state import Server, server_of
 from mlx_manager.mlx_server.core import GenerationRequest
-from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest, MLXManagerError
+from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest
 from mlx_manager.mlx_server.protocols import ollama
 from mlx_manager.mlx_server.protocols.ollama import Head, OllamaAnswer, OllamaStream
 from mlx_manager.mlx_server.protocols.sse import dump
@@ -269,7 +268,7 @@ async def pull(request: Request) -> Response:
     for prefix in HUB_PREFIXES:
         repository = repository.removeprefix(prefix)
     if not body.stream:
-        await server.pool.download(repository, lambda there, total: None)
+        await server.downloads.begin(repository, server.pool.download).done()
         return JSONResponse({"status": "success"})
     return StreamingResponse(pulling(server, repository), media_type=ollama.NDJSON)
 
@@ -281,26 +280,16 @@ async def pulling(server: Server, repository: str) -> AsyncIterator[str]:
 
 
 async def progress_of(server: Server, repository: str) -> AsyncGenerator[dict[str, Any], None]:
-    loop = asyncio.get_running_loop()
-    news: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
     digest = f"sha256:{ollama.digest(repository, 0)}"
-
-    def report(there: int, total: int) -> None:
-        loop.call_soon_threadsafe(news.put_nowait, (there, total))
-
     yield {"status": "pulling manifest"}
-    job = asyncio.create_task(server.pool.download(repository, report))
-    job.add_done_callback(lambda _: news.put_nowait(None))
-    try:
-        while (step := await news.get()) is not None:
-            there, total = step
-            status = f"pulling {digest.removeprefix('sha256:')[:12]}"
-            yield {"status": status, "digest": digest, "total": total, "completed": there}
-        await job
-    except MLXManagerError as error:
-        yield ollama.error_body(error)
-        return
-    yield {"status": "success"}
+    download = server.downloads.begin(repository, server.pool.download)
+    async for there, total in download.progress():
+        status = f"pulling {digest.removeprefix('sha256:')[:12]}"
+        yield {"status": status, "digest": digest, "total": total, "completed": there}
+    if (failure := download.failure) is not None:
+        yield ollama.error_body(failure)
+    else:
+        yield {"status": "success"}
 
 
 @router.delete("/api/delete", openapi_extra=takes(OllamaModelRequest))

@@ -14,12 +14,14 @@ from mlx_manager.mlx_server.api.http.paths import routed
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import Caller
 from mlx_manager.mlx_server.errors import MLXManagerError, ServerNotReady
+from mlx_manager.mlx_server.observability.history import History
 from mlx_manager.mlx_server.observability.metrics import Metrics
 from mlx_manager.mlx_server.observability.observer import Observer, Recorder
 from mlx_manager.mlx_server.schemas.wire import Timed
 from mlx_manager.mlx_server.services.accounts import Account, Accounts
 from mlx_manager.mlx_server.services.audit import AuditLog
 from mlx_manager.mlx_server.services.calls import Calls
+from mlx_manager.mlx_server.services.downloads import Downloads
 from mlx_manager.mlx_server.services.drain import Drain
 from mlx_manager.mlx_server.services.inference import Inference, ModelPool
 from mlx_manager.mlx_server.services.response_store import ResponseStore
@@ -62,6 +64,8 @@ class Server:
         self.responses = ResponseStore(settings.responses)
         self.metrics = Metrics(self.figures, self.offers, by_key=settings.metrics_by_key)
         self.audit = AuditLog(settings.audit, self.metrics.count_lost_records)
+        self.history = History(self.look, self.figures)
+        self.downloads = Downloads()
         self.observers: list[Observer] = []
         self.at_end: list[Callable[[], object]] = [self.responses.close, self.audit.close]
         self.started = asyncio.Event()
@@ -141,7 +145,7 @@ class Server:
         recorder = Recorder(sinks)
         return Inference(
             self.pool,
-            [recorder, *self.observers],
+            [recorder, self.history, *self.observers],
             caller,
             account,
             calls=self.calls,

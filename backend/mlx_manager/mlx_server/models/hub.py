@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mlx_manager.mlx_server.errors import (
     DiskFull,
@@ -23,6 +23,7 @@ from mlx_manager.mlx_server.errors import (
     ModelNotFound,
     ModelNotSupported,
 )
+from mlx_manager.mlx_server.models.checkpoint.files import read_json
 from mlx_manager.mlx_server.models.checkpoint.weight_files import (
     INDEX,
     WEIGHTS,
@@ -186,6 +187,74 @@ def look_up(repository: str) -> Repository:
         return described(info, weights_of(info))
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A model as the hub's search lists it. updated: a date in ISO 8601; "" if none is told."""
+
+    id: str
+    downloads: int
+    likes: int
+    licence: str
+    gated: bool
+    updated: str
+
+
+def search(words: str, limit: int) -> list[Listed]:
+    """Return the models whose names have these words, the most downloaded first: those with weights
+    in safetensors.
+
+    Raises:
+        DownloadFailed: the hub can't be reached.
+    """
+    from huggingface_hub import HfApi
+
+    with told_apart(f"The list of {words!r}"):
+        found = HfApi().list_models(
+            search=words, filter="safetensors", sort="downloads", limit=limit, full=True
+        )
+        return [_listed(info) for info in found]
+
+
+def _listed(info: ModelInfo) -> Listed:
+    changed = info.last_modified
+    return Listed(
+        info.id,
+        info.downloads or 0,
+        info.likes or 0,
+        licence_of(info),
+        bool(info.gated),
+        "" if changed is None else changed.date().isoformat(),
+    )
+
+
+def licence_of(info: ModelInfo) -> str:
+    """Return the name of a repository's licence; "" if it names none."""
+    named = (tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:"))
+    return next(named, "")
+
+
+def config_of(found: Repository) -> Mapping[str, Any]:
+    """Return a repository's config.json, which is not kept; {} if it is gated or has none.
+
+    Raises:
+        ModelLoadFailed: it is no JSON object.
+        DownloadFailed: the hub can't be reached.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import GatedRepoError
+
+    if "config.json" not in found.files:
+        return {}
+    with told_apart(found.id), TemporaryDirectory() as place:
+        try:
+            file = hf_hub_download(  # nosec B615
+                found.id, "config.json", revision=found.commit, local_dir=place
+            )
+        except GatedRepoError:
+            return {}
+        return read_json(Path(file))
+
+
 def weights_of(info: ModelInfo) -> Sequence[str]:
     """Return the names of the files that hold a repository's weights: those that its index names,
     which is fetched for that, or else those that would be chosen in a folder.
@@ -248,12 +317,11 @@ def described(info: ModelInfo, weights: Sequence[str]) -> Repository:
         if file.rfilename in weights
         or any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in FILES)
     }
-    named = [tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:")]
     return Repository(
         id=info.id,
         commit=info.sha or "main",
         files=files,
-        licence=named[0] if named else "",
+        licence=licence_of(info),
         gated=bool(info.gated),
         model_type=str((info.config or {}).get("model_type", "")),
     )

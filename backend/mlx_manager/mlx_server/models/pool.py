@@ -38,9 +38,17 @@ from mlx_manager.mlx_server.models import hub
 from mlx_manager.mlx_server.models.catalog import Catalog, ModelSource, described
 from mlx_manager.mlx_server.models.kinds import wrong_kind
 from mlx_manager.mlx_server.models.loads import NOT_LINES, PATIENCE, Loads, Start
+from mlx_manager.mlx_server.models.plan import planned
 from mlx_manager.mlx_server.models.policy import Policy
 from mlx_manager.mlx_server.models.residents import Resident, Residents
-from mlx_manager.mlx_server.models.settings import NEVER, Wishes, read_models_file
+from mlx_manager.mlx_server.models.settings import (
+    NEVER,
+    SettingsWritten,
+    Wishes,
+    read_models_file,
+    table_of,
+    write_settings,
+)
 from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
 from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
@@ -381,6 +389,45 @@ class ModelPoolManager:
         # As in `_fetch`, a thread of its own: a download of hours must not delay the program's end.
         await DaemonThreads(1).run(partial(hub.fetch, repository, report))
         await self._on_disk(self.catalog.rescan)
+
+    async def search(self, words: str, limit: int) -> list[hub.Listed]:
+        """Return the models of the hub with these words in their names.
+
+        Raises:
+            DownloadFailed: the hub can't be reached.
+        """
+        return await self._on_disk(hub.search, words, limit)
+
+    async def plan(self, repository: str) -> dict[str, Any]:
+        """Return what a model of the hub would take on this machine, by the fields' names of
+        `schemas.hub.ModelPlan`.
+
+        Raises:
+            MLXManagerError: see `hub.look_up`.
+        """
+        limit = self.figures()["ledger"]["limit"]
+        return await self._on_disk(planned, repository, limit)
+
+    async def settings_of(self, model_id: str) -> dict[str, Any]:
+        """Return a model's table in the owner's file as it is written; {} if it has none.
+
+        Raises:
+            InvalidSettings: the file can't be read.
+        """
+        return await self._on_disk(table_of, self._models_file, model_id)
+
+    async def change_settings(
+        self, model_id: str, settings: Mapping[str, Any], *, dry_run: bool
+    ) -> SettingsWritten:
+        """Write a model's table into the owner's file; `reload` has it take effect.
+
+        Raises:
+            InvalidSettings: there is no file, or a setting is invalid; the file stays as it is.
+        """
+        async with self._reading:
+            return await self._on_disk(
+                write_settings, self._models_file, model_id, settings, dry_run=dry_run
+            )
 
     async def delete(self, model_id: str) -> None:
         """Unload a model and delete its files.

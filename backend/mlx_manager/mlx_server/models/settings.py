@@ -23,10 +23,12 @@ The file is parsed once into frozen dataclasses, by `read_models_file` alone.
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import math
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -328,3 +330,83 @@ def _allowed(location: Sequence[int | str]) -> list[str]:
         case _:
             kind = ModelsFile
     return [each.name for each in fields(kind)]
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsWritten:
+    """A change of the owner's file. lines: the difference, in diff's form; none if there is
+    none."""
+
+    file: Path
+    lines: tuple[str, ...]
+
+
+def table_of(path: Path | None, model_id: str) -> dict[str, Any]:
+    """Return a model's table in the owner's file as it is written; {} if it has none.
+
+    Raises:
+        InvalidSettings: the file can't be read.
+    """
+    if path is None or not path.exists():
+        return {}
+    read_models_file(path)
+    found = toml.parsed(path.read_text(encoding="utf-8")).get("models", {}).get(model_id, {})
+    assert isinstance(found, dict)
+    return found
+
+
+def write_settings(
+    path: Path | None, model_id: str, settings: Mapping[str, Any], *, dry_run: bool = False
+) -> SettingsWritten:
+    """Set a model's table in the owner's file, all else of which stays as it is written; without
+    settings the table goes. A dry run only tells the difference.
+
+    Raises:
+        InvalidSettings: there is no file, a setting is invalid, or the file can't be written. The
+            file stays as it is.
+    """
+    if path is None:
+        raise InvalidSettings(
+            "There is no file for settings of single models: set MLX_SERVER_MODELS_FILE."
+        )
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    after = _with_table(before, model_id, settings)
+    new = path.with_name(f".{path.name}.new")
+    try:
+        new.write_text(after, encoding="utf-8")
+        try:
+            read_models_file(new)
+        except InvalidSettings as error:
+            raise InvalidSettings(error.message.replace(str(new), str(path))) from None
+        if not dry_run:
+            if path.exists():
+                shutil.copymode(path, new)
+            new.replace(path.resolve())
+    except OSError as error:
+        raise InvalidSettings(f"{path} can't be written: {error.strerror}.") from error
+    finally:
+        new.unlink(missing_ok=True)
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1)
+    return SettingsWritten(path, tuple(list(lines)[2:]))
+
+
+def _with_table(text: str, model_id: str, settings: Mapping[str, Any]) -> str:
+    import tomlkit
+
+    try:
+        document = tomlkit.parse(text)
+        models = document.setdefault("models", tomlkit.table(is_super_table=True))
+        table = models.get(model_id)
+        if not settings:
+            models.pop(model_id, None)
+        else:
+            if table is None:
+                models[model_id] = table = tomlkit.table()
+            for name in [name for name in table if name not in settings]:
+                del table[name]
+            for name, value in settings.items():
+                if table.get(name) != value:
+                    table[name] = value
+        return tomlkit.dumps(document)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InvalidSettings(f"That can't be written as TOML: {error}.") from error

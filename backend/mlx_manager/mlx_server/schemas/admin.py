@@ -104,6 +104,71 @@ class RunningRequests(Wire):
     data: list[RunningRequest]
 
 
+class Sample(Wire):
+    """Ten seconds with work in them, as `observability.history.Sample`."""
+
+    time: float
+    seconds: float
+    tokens: int
+    prompt_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    first: tuple[float, float] | None = Field(description="Median and 99th percentile")
+    gaps: tuple[float, float] | None = Field(description="Median and 99th percentile")
+
+
+class RecentCall(Wire):
+    """A call that has ended, as `observability.history.RecentCall`."""
+
+    number: int
+    ended: float
+    request_id: str
+    model: str
+    protocol: str
+    key: str
+    prompt_tokens: int
+    cached_tokens: int
+    tokens: int
+    load: float | None
+    queued: float | None
+    first: float | None
+    seconds: float
+    outcome: str
+    missed: str = Field(description="Why no more of its prompt was found in the prefix cache")
+
+
+class Download(Wire):
+    """A download of a model from the hub. there: bytes that are here, of `total`."""
+
+    id: int
+    model: str
+    state: Literal["running", "paused", "done", "failed", "cancelled"]
+    there: int
+    total: int
+    error: str | None
+
+
+class ServerState(Wire):
+    """State of the server, as `/v1/admin/events` streams it.
+
+    time: seconds since 1970. generated_tokens, prompt_tokens: counted since each model was loaded,
+    over all that are. samples, calls: those since the event before; in the first one, of the last
+    hour, and the last 200.
+    """
+
+    time: float
+    version: str
+    draining: bool
+    models: list[AdminModel]
+    memory: AdminMemory
+    requests: list[RunningRequest]
+    downloads: list[Download]
+    generated_tokens: int
+    prompt_tokens: int
+    samples: list[Sample]
+    calls: list[RecentCall]
+
+
 class CancelledRequest(Wire):
     id: str
     cancelled: int = Field(description="Requests of that id that were under way")

@@ -31,6 +31,11 @@ class Drain:
     def begun(self) -> bool:
         return self._draining is not None
 
+    @property
+    def final(self) -> bool:
+        """Return whether the program is about to end."""
+        return self._final
+
     def begin(self, *, final: bool = False) -> None:
         """Take no more calls, and cut those that have not ended by the deadline.
 

@@ -57,6 +57,8 @@ from mlx_manager.mlx_server.services.calls import UNHURRIED, Call, Calls
 from mlx_manager.mlx_server.timeline import Timeline
 
 if TYPE_CHECKING:
+    from mlx_manager.mlx_server.models.hub import Listed
+    from mlx_manager.mlx_server.models.settings import SettingsWritten
     from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
 
 T = TypeVar("T")
@@ -220,6 +222,41 @@ class ModelPool(Protocol):
 
         Raises:
             MLXManagerError: it can't be downloaded.
+        """
+        ...
+
+    async def search(self, words: str, limit: int) -> Sequence[Listed]:
+        """Return the models of the hub with these words in their names.
+
+        Raises:
+            DownloadFailed: the hub can't be reached.
+        """
+        ...
+
+    async def plan(self, repository: str) -> Mapping[str, Any]:
+        """Return what a model of the hub would take on this machine: the fields of
+        `schemas.hub.ModelPlan`.
+
+        Raises:
+            MLXManagerError: see `hub.look_up`.
+        """
+        ...
+
+    async def settings_of(self, model_id: str) -> Mapping[str, Any]:
+        """Return a model's table in the owner's file; {} if it has none.
+
+        Raises:
+            InvalidSettings: the file can't be read.
+        """
+        ...
+
+    async def change_settings(
+        self, model_id: str, settings: Mapping[str, Any], *, dry_run: bool
+    ) -> SettingsWritten:
+        """Write a model's table into the owner's file, where the file stays valid.
+
+        Raises:
+            InvalidSettings: there is no file, or a setting is invalid; the file stays as it is.
         """
         ...
 

@@ -47,6 +47,30 @@ def test_what_was_pulled_is_served(program, hub: FakeHub, tmp_path: Path) -> Non
     assert hub.fetched == []
 
 
+def test_a_dry_run_says_whether_it_fits(program, hub: FakeHub) -> None:
+    fits = program("pull", "own/demo", "--dry-run", MLX_SERVER_MEMORY_LIMIT_GB="1GB")
+    assert re.search(r"It fits: .* a token leave room for [\d,]+ tokens, or", fits.stderr)
+    small = program("pull", "own/demo", "--dry-run", MLX_SERVER_MEMORY_LIMIT_GB="1MB")
+    assert "It does not fit: 8.07 MB of weights, 1.00 MB for models" in small.stderr
+
+
+def test_the_hub_is_searched(program, hub: FakeHub) -> None:
+    shown = program("search", "llama", "4bit")
+    assert "one/llama-4bit" in shown.stdout
+    assert "apache-2.0" in shown.stdout
+    assert "pull --dry-run one/llama-4bit" in shown.stderr
+    found = json.loads(program("search", "llama", "--json").stdout)
+    assert [model["id"] for model in found] == ["one/llama", "other/llama"]
+
+
+def test_serve_says_what_models_would_take(program, models_dir: Path) -> None:
+    shown = program("serve", "--plan", "--models-dir", str(models_dir), "--memory-limit-gb", "1")
+    assert shown.returncode == 0
+    assert re.search(
+        r"^mine +yes +8.07 MB +8,192 +2.50 kB +[\d,]+ +50$", shown.stdout, re.MULTILINE
+    )
+
+
 MODEL = "mlx-community/Qwen3-8B-4bit"
 PASTED = [
     MODEL,
@@ -265,9 +289,12 @@ def test_what_a_killed_download_left_is_gone_after_a_later_one(
 def test_json_says_what_is_fetched_and_a_dry_run_what_would_be(
     program, hub: FakeHub, tmp_path: Path
 ) -> None:
-    planned = program("pull", "own/demo", "--dry-run", "--json")
-    assert json.loads(planned.stdout)["path"] is None
-    assert hub.fetched == []
+    planned = json.loads(program("pull", "own/demo", "--dry-run", "--json").stdout)
+    assert planned["path"] is None
+    assert planned["fits"]
+    assert planned["tokens"] == (planned["limit"] - planned["weights"]) // planned["token_bytes"]
+    # It is read, and not kept.
+    assert hub.fetched == ["config.json"]
     done = program("pull", "own/demo", "--json")
     said = json.loads(done.stdout)
     assert said["path"] == str(folder_of(tmp_path))

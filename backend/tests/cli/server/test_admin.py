@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -79,6 +81,41 @@ def test_ps_shows_models_and_requests_and_cancel_ends_one(
     assert "chatcmpl-none" in again.stderr
 
 
+def test_ps_says_why_prefixes_missed(run, server: str) -> None:
+    client = ServerClient(server)
+    for day in ("Monday", "Tuesday"):
+        system = {
+            "role": "system",
+            "content": f"{'Be brief. ' * 40}It is {day}. {'Be kind. ' * 20}",
+        }
+        question = {"role": "user", "content": "Hello"}
+        list(client.chat({"model": DEMO, "messages": [system, question], "max_tokens": 1}))
+    client.close()
+    last = json.loads(run("ps", "--why", "--url", server, "--json").stdout)["calls"][-1]
+    assert last["missed"] == "messages[0] (system) from 256 on has changed"
+    assert (
+        "messages[0] (system) from 256 on has changed" in run("ps", "--why", "--url", server).stdout
+    )
+    assert "messages[0]" not in run("ps", "--url", server).stdout
+
+
+def test_ps_watches_until_it_is_interrupted(
+    server: str, endless: Endless, environment: dict[str, str]
+) -> None:
+    command = [sys.executable, "-m", "mlx_manager.cli", "ps", "--watch", "--url", server]
+    own = environment | {"MLX_SERVER_ADMIN_TOKEN": "open-sesame"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own) as watching:
+        assert watching.stdout is not None
+        shown = (line for line in watching.stdout if "running (" in line)
+        request = next(shown).split()[0]
+        assert request in next(shown)
+        client = ServerClient(server, "open-sesame")
+        client.post(f"/v1/admin/requests/{request}/cancel", {}, "cancelled")
+        client.close()
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(30) == 130
+
+
 def test_a_model_goes_and_comes_back(run, server: str) -> None:
     assert "are free again" in run("unload", DEMO, "--url", server).stdout
     assert "was not loaded" in run("unload", DEMO, "--url", server).stdout
@@ -107,7 +144,7 @@ def test_without_the_token_nothing_is_told(run, server: str) -> None:
 def test_a_server_that_is_not_ours_has_no_admin_api(run, other: OtherServer) -> None:
     done = run("ps", "--url", other.url)
     assert done.returncode == 4
-    assert f"{other.url}/v1/admin/models answered 404" in done.stderr
+    assert f"{other.url}/v1/admin/state answered 404" in done.stderr
 
 
 def test_no_server_no_answer(run) -> None:

@@ -5,7 +5,8 @@ Nobody else comes here: `owner` sees to that, before a route is looked for.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, Request
 
@@ -33,7 +34,7 @@ from mlx_manager.mlx_server.schemas.wire import Wire
 from mlx_manager.mlx_server.services.calls import Call
 
 if TYPE_CHECKING:
-    from mlx_manager.mlx_server.models.status import ModelStatus
+    from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded
 
 Body = TypeVar("Body", bound=Wire)
 
@@ -57,13 +58,14 @@ async def list_models(request: Request) -> AdminModels:
     """Every model on offer or loaded, with its memory, and the server's."""
     pool = server_of(request).pool
     await pool.look()
-    figures = pool.figures()
-    return AdminModels(
-        data=[admin_model(status) for status in await pool.models()],
-        memory=AdminMemory.model_validate(
-            {name: figures["ledger"][name] for name in ("limit", "available", "buffer_cache")}
-            | {name: figures["mlx"][name] for name in ("active", "peak")}
-        ),
+    models = [admin_model(status) for status in await pool.models()]
+    return AdminModels(data=models, memory=admin_memory(pool.figures()))
+
+
+def admin_memory(figures: Mapping[str, Any]) -> AdminMemory:
+    return AdminMemory.model_validate(
+        {name: figures["ledger"][name] for name in ("limit", "available", "buffer_cache")}
+        | {name: figures["mlx"][name] for name in ("active", "peak")}
     )
 
 
@@ -150,15 +152,17 @@ async def list_requests(request: Request) -> RunningRequests:
     """The calls under way, the oldest first. What they say is not shown."""
     server = server_of(request)
     await server.pool.look()
+    return RunningRequests(data=running_requests(server))
+
+
+def running_requests(server: Server) -> list[RunningRequest]:
+    """Return the calls under way, with the tokens that the pool's last look found."""
     drawn: dict[str, list[tuple[int, int]]] = {}
     for row in server.pool.rows():
         drawn.setdefault(row.request_id, []).append((row.prompt_tokens, row.tokens))
-    return RunningRequests(
-        data=[
-            running_request(call, drawn.get(call.requests[0].request_id, []))
-            for call in server.calls
-        ]
-    )
+    return [
+        running_request(call, drawn.get(call.requests[0].request_id, [])) for call in server.calls
+    ]
 
 
 def running_request(call: Call, drawn: list[tuple[int, int]]) -> RunningRequest:
@@ -220,7 +224,10 @@ def drain_state(server: Server) -> DrainState:
 @router.post("/reload")
 async def reload(request: Request) -> ReloadedSettings:
     """Read the models' settings and the API keys again, as SIGHUP does."""
-    changes = await server_of(request).reload()
+    return reloaded_settings(await server_of(request).reload())
+
+
+def reloaded_settings(changes: Reloaded) -> ReloadedSettings:
     return ReloadedSettings(
         models_file=None if changes.file is None else str(changes.file),
         changed=list(changes.changed),

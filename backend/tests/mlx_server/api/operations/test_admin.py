@@ -296,6 +296,78 @@ def test_a_running_request_is_listed_and_cancelled_with_a_clear_error(owner: Own
     assert owner.post("models/unload", {"model": "b"})["unloaded"]
 
 
+def test_events_tell_what_runs_and_what_has_ended_once(owner: Owner):
+    owner.ask("main")
+    stream = owner.http.stream("GET", "/v1/admin/events", params={"interval": 0.2}, headers=BEARER)
+    with stream as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        told = (json.loads(line.removeprefix("data: ")) for line in lines)
+        first = next(told)
+        assert first["calls"][-1]["model"] == "main"
+        assert first["memory"]["limit"] > first["memory"]["available"] > 0
+        assert not next(told)["calls"]
+        body = ENDLESS | {"model": "main"}
+        with owner.http.stream("POST", "/v1/completions", json=body) as endless:
+            pieces = endless.iter_lines()
+            next(pieces)
+            running = next(state["requests"] for state in told if state["requests"])
+            assert running[0]["model"] == "main"
+        ended = next(state["calls"] for state in told if state["calls"])
+    assert [call["outcome"] for call in ended] == ["cancelled"]
+    assert ended[0]["number"] == first["calls"][-1]["number"] + 1
+    assert owner.get("state")["calls"][-1]["number"] == ended[0]["number"]
+
+
+@pytest.mark.parametrize("interval", ["0", "nan", "61", "soon"])
+def test_events_come_neither_too_often_nor_too_seldom(owner: Owner, interval: str):
+    path = f"/v1/admin/events?interval={interval}"
+    answer = owner.http.get(path, headers=BEARER)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "interval"
+
+
+def test_settings_of_a_model_are_shown_tried_and_written(owner: Owner):
+    owner.write('# mine\n[models.b]\nttl = "1h"  # an hour\n')
+    found = owner.get("models/settings?model=b")
+    assert found == {
+        "file": str(owner.folder / "models.toml"),
+        "model": "b",
+        "settings": {"ttl": "1h"},
+    }
+    wanted = {"model": "b", "settings": {"ttl": "1h", "aliases": ["bee"]}}
+    tried = owner.post("models/settings", wanted | {"dry_run": True})
+    assert (tried["lines"][-1], tried["reload"]) == ('+aliases = ["bee"]', None)
+    assert owner.model("b")["aliases"] == []
+    written = owner.post("models/settings", wanted)
+    assert written["reload"]["changed"] == ["b"]
+    assert owner.model("b")["aliases"] == ["bee"]
+    text = (owner.folder / "models.toml").read_text()
+    assert text == '# mine\n[models.b]\nttl = "1h"  # an hour\naliases = ["bee"]\n'
+    assert owner.post("models/settings", wanted)["lines"] == []
+    owner.post("models/settings", {"model": "b", "settings": {}})
+    assert owner.get("models/settings?model=b")["settings"] == {}
+
+
+def test_settings_that_are_wrong_are_not_written(owner: Owner):
+    before = (owner.folder / "models.toml").read_text()
+    for settings in ({"ttl": "soon"}, {"nonsense": 1}, {"sampling": {"top_p": 7}}):
+        error = owner.post("models/settings", {"model": "b", "settings": settings}, 422)
+        assert error["code"] == "invalid_settings"
+        assert next(iter(settings)) in error["message"]
+        assert f"{owner.folder}/models.toml" in error["message"]
+    assert (owner.folder / "models.toml").read_text() == before
+    assert not list(owner.folder.glob(".models.toml*"))
+
+
+async def test_a_download_that_there_is_not_is_told():
+    async with client_from(admin_token=TOKEN) as client:
+        answer = await client.get("/v1/admin/downloads", headers=BEARER)
+        assert answer.json() == {"data": []}
+        answer = await client.post("/v1/admin/downloads/1/pause", headers=BEARER)
+        assert answer.json()["error"]["code"] == "request_not_found"
+
+
 def unread(owner: Owner, body: dict[str, Any]) -> socket.socket:
     """A connection with an answer that nobody reads."""
     content = json.dumps(body).encode()

@@ -1,0 +1,146 @@
+"""Reasons why a prompt was not found among those kept: its first part that differs from them.
+
+A prompt is compared with the latest ones of its model, part by part: tools, then messages, long
+texts in pieces. Of each part only a hash is kept, for the life of the process.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from mlx_manager.mlx_server.core import Conversation, Prompt, Text, Tokens
+
+PIECE = 256
+"""Characters or tokens that are compared at once."""
+MOST_PIECES = 64
+"""Pieces of one text: a longer text has longer pieces."""
+MOST_PARTS = 4096
+MOST_PROMPTS = 48
+MOST_MODELS = 8
+ONE_PAGE = 32
+"""Tokens by which a prompt that goes on from another may miss: the page that was not full, and the
+tokens of the template that open an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a prompt. place: its name, as in a request. offset: where a piece begins in its
+    text. digest: of its content, only comparable in this process."""
+
+    place: str
+    offset: int
+    digest: int
+
+    @property
+    def shown(self) -> str:
+        return f"{self.place} from {self.offset:,} on" if self.offset else self.place
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrompt:
+    """A prompt that has been processed. since: when, in seconds since 1970. tokens: its length."""
+
+    parts: tuple[Part, ...]
+    since: float
+    tokens: int
+
+
+def parts_of(prompt: Prompt) -> tuple[Part, ...]:
+    """Return the parts of a prompt in the order in which templates write them; at most
+    `MOST_PARTS`."""
+    found = []
+    for part in _parts(prompt):
+        found.append(part)
+        if len(found) == MOST_PARTS:
+            break
+    return tuple(found)
+
+
+def _parts(prompt: Prompt) -> Iterator[Part]:
+    match prompt:
+        case Conversation(messages, tools):
+            for name, value in sorted(prompt.template_args.items()):
+                yield Part(f"template argument {name}", 0, hash(repr(value)))
+            for number, tool in enumerate(tools):
+                yield Part(f"tools[{number}] ({tool.name})", 0, hash(repr(tool)))
+            for number, message in enumerate(messages):
+                place = f"messages[{number}]"
+                named = f"{place} ({message.role})"
+                yield from _pieces(named, message.content)
+                for made, call in enumerate(message.tool_calls):
+                    content = hash((call.name, call.arguments))
+                    yield Part(f"{place}.tool_calls[{made}] ({call.name})", 0, content)
+        case Text(text):
+            yield from _pieces("the text", text)
+        case Tokens(ids):
+            yield from _pieces("the tokens", tuple(ids))
+
+
+def _pieces(place: str, content: str | tuple[int, ...]) -> Iterator[Part]:
+    size = max(PIECE, -(-len(content) // MOST_PIECES))
+    for offset in range(0, max(1, len(content)), size):
+        yield Part(place, offset, hash(content[offset : offset + size]))
+
+
+class KeptPrompts:
+    """The latest prompts of each model. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._models: OrderedDict[str, deque[KeptPrompt]] = OrderedDict()
+
+    def keep(self, model: str, prompt: KeptPrompt) -> None:
+        self._models.setdefault(model, deque(maxlen=MOST_PROMPTS)).append(prompt)
+        self._models.move_to_end(model)
+        while len(self._models) > MOST_MODELS:
+            self._models.popitem(last=False)
+
+    def reason(
+        self, model: str, parts: Sequence[Part], tokens: int, cached: int, admitted: float
+    ) -> str:
+        """Return why only `cached` of a prompt's `tokens` were found; "" if no more could be.
+
+        admitted: when its processing began, in seconds since 1970; later prompts do not count.
+        """
+        before = [kept for kept in self._models.get(model, ()) if kept.since <= admitted]
+        if tokens - cached <= ONE_PAGE:
+            return ""
+        alike = max(before, key=lambda kept: (common(kept.parts, parts), kept.since), default=None)
+        same = 0 if alike is None else common(alike.parts, parts)
+        if alike is None or not same:
+            return _unlike(alike, parts)
+        if same == len(alike.parts):
+            # It goes on from the other one, all of which could have been found.
+            given_up = cached < min(alike.tokens, tokens) - ONE_PAGE
+            return "its beginning was kept, and has been given up since" if given_up else ""
+        return _differs(alike.parts[same:], parts[same:])
+
+
+def common(one: Sequence[Part], other: Sequence[Part]) -> int:
+    """Return the number of parts with which both begin."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _unlike(nearest: KeptPrompt | None, parts: Sequence[Part]) -> str:
+    if nearest is None:
+        return "no prompt was kept before it"
+    if nearest.parts and parts and nearest.parts[0].place == parts[0].place:
+        return f"{parts[0].shown} is another than in every prompt that was kept"
+    return "no prompt that was kept begins like it"
+
+
+def _differs(kept: Sequence[Part], parts: Sequence[Part]) -> str:
+    """Return in words how two prompts go on that were alike so far. kept: is not empty."""
+    if not parts:
+        return f"it ends before {kept[0].shown} of the nearest one"
+    old, new = kept[0], parts[0]
+    if len(kept) > 1 and kept[1].digest == new.digest:
+        return f"{old.shown} of the nearest one is gone"
+    if len(parts) > 1 and parts[1].digest == old.digest:
+        return f"{new.shown} is new"
+    if old.place.partition("[")[0] != new.place.partition("[")[0]:
+        return f"{new.shown} stands where the nearest one has {old.shown}"
+    return f"{new.shown} has changed"
