@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
 from mlx_manager.mlx_server.encoders.encoder import Encoder
 from mlx_manager.mlx_server.encoders.families import FAMILIES
 from mlx_manager.mlx_server.encoders.families.family import Config, Family, Head
+from mlx_manager.mlx_server.encoders.pairs import Answers, PairPrompt, answers_of, prompt_of
 from mlx_manager.mlx_server.encoders.pooling import DenseLayer
 from mlx_manager.mlx_server.encoders.words import WordsHead, rows_of
 from mlx_manager.mlx_server.encoders.wrapping import Wrapping
@@ -25,13 +26,7 @@ from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
 from mlx_manager.mlx_server.models.catalog import ModelSource
 from mlx_manager.mlx_server.models.checkpoint.building import arrays_in
 from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
-from mlx_manager.mlx_server.models.checkpoint.ranking import (
-    Answers,
-    PairPrompt,
-    answers_of,
-    is_generative,
-    prompt_of,
-)
+from mlx_manager.mlx_server.models.checkpoint.ranking import is_generative
 from mlx_manager.mlx_server.models.checkpoint.sentence import (
     Activation,
     Sentence,

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.encoders.batch import Batch
 from mlx_manager.mlx_server.encoders.families.family import Head
-from mlx_manager.mlx_server.models.checkpoint.ranking import Answers
+from mlx_manager.mlx_server.encoders.pairs import Answers
 
 OUTPUT, EMBEDDING, ANSWERS = "lm_head", "embed_tokens", "answers"
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tiny_encoders import CARD, INSTRUCTION, JUDGES, NO, YES, make_tiny_judge, write
 
+from mlx_manager.mlx_server.encoders.pairs import MAKERS, answers_of, of_template
 from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
-from mlx_manager.mlx_server.models.checkpoint.ranking import MAKERS, answers_of, of_template
 from mlx_manager.mlx_server.models.kinds import kind_of
 from mlx_manager.mlx_server.models.loading.tokenizers import read_encoder_tokenizer
 
