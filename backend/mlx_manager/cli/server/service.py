@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_manager.cli.server.serve import serve
-from mlx_manager.cli.settings import parse_settings
+from mlx_manager.cli.settings import parse_settings, takes_settings
 from mlx_manager.cli.terminal import AsJson, ExitCode, complain, fail, note
 
 if TYPE_CHECKING:
@@ -146,9 +145,13 @@ def status(*, system: System = False, kind: KindName = None, as_json: AsJson = F
 
 
 def serve_options(arguments: list[str]) -> dict[str, Any]:
-    """Return the options given, by `serve`'s own parser, which complains as `serve` would."""
+    """Return the settings given, by a parser that complains as that of `serve` would."""
     reader = typer.Typer(rich_markup_mode=None, add_completion=False)
-    reader.command()(serve)
+
+    @reader.command()
+    @takes_settings()
+    def serve(*, given: dict[str, Any]) -> None: ...
+
     command = typer.main.get_command(reader)
     parsed = command.make_context(
         "mlx-manager service install", [a for a in arguments if a != "--"]

@@ -103,7 +103,10 @@ def test_in_the_end_nothing_but_the_instruction_is_left():
 @given(st.lists(st.sampled_from(SAID), max_size=9))
 def test_each_is_shorter_than_the_one_before(given: list[Message]):
     requests = asked(tuple(given))
-    sizes = [requests[index].prompt.size for index in range(len(requests))]
+    sizes = [
+        sum(len(message.content) for message in messages(requests[index]))
+        for index in range(len(requests))
+    ]
     assert sizes == sorted(sizes, reverse=True)
 
 
