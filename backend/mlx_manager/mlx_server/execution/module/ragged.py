@@ -10,7 +10,6 @@ from mlx import nn
 
 from mlx_manager.mlx_server.devices.attention import KernelSet
 from mlx_manager.mlx_server.execution.attention.paged import Reading
-from mlx_manager.mlx_server.execution.attention.rotary import share_rotations
 from mlx_manager.mlx_server.execution.base import ABREAST_ON_CPU, OnPages, shortest_first
 from mlx_manager.mlx_server.execution.compiled import Compile
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, NotApplicable
@@ -39,7 +38,6 @@ class RaggedForward(OverPages, OnPages):
         self.rows = self._steps(self._shared, padded_rows)
         if kernels is None and mx.default_device() == mx.cpu:
             self.abreast = ABREAST_ON_CPU
-            share_rotations(model, self.stores[0].shape.key_dim)
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         # Kernels divide the work by themselves. Without kernels, rows of similar length are

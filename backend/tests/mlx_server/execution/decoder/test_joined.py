@@ -16,7 +16,8 @@ from mlx_manager.mlx_server.execution.attention.paged import Span
 from mlx_manager.mlx_server.execution.decoder.joined import JoinedForward, join
 from mlx_manager.mlx_server.execution.decoder.projections import Dense, OfItsOwn
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, NotApplicable
-from mlx_manager.mlx_server.execution.select import Reference, choose
+from mlx_manager.mlx_server.execution.reference import Reference
+from mlx_manager.mlx_server.execution.select import choose
 
 PAGE = 16
 
