@@ -70,23 +70,39 @@ class Added(nn.Module):  # type: ignore[misc]
         return normed
 
 
-class Layer(nn.Module):  # type: ignore[misc]
+class PostNormLayer(nn.Module):  # type: ignore[misc]
+    """A layer whose attention and MLP are each added to what was there before, and normed."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
-        size = config.whole("hidden_size", 768)
+        self.size = config.whole("hidden_size", 768)
+        self.heads = config.whole("num_attention_heads", 12)
+        self.eps = config.number("layer_norm_eps", 1e-12)
         inner = config.whole("intermediate_size", 3072)
-        eps = config.number("layer_norm_eps", 1e-12)
-        self.attention: dict[str, nn.Module] = {
-            "self": SelfAttention(size, config.whole("num_attention_heads", 12)),
-            "output": Added(size, size, eps),
-        }
-        self.intermediate = {"dense": nn.Linear(size, inner)}
-        self.output = Added(inner, size, eps)
+        self.intermediate = {"dense": nn.Linear(self.size, inner)}
+        self.output = Added(inner, self.size, self.eps)
         self._act = config.activation("hidden_act", "gelu")
 
+    def attended(self, x: mx.array, mask: Mask) -> mx.array:
+        """Return (rows, longest, hidden): what attention gives, added to `x` and normed."""
+        raise NotImplementedError
+
     def __call__(self, x: mx.array, mask: Mask) -> mx.array:
-        x = self.attention["output"](self.attention["self"](x, mask), x)
+        x = self.attended(x, mask)
         y: mx.array = self.output(self._act(self.intermediate["dense"](x)), x)
+        return y
+
+
+class Layer(PostNormLayer):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.attention: dict[str, nn.Module] = {
+            "self": SelfAttention(self.size, self.heads),
+            "output": Added(self.size, self.size, self.eps),
+        }
+
+    def attended(self, x: mx.array, mask: Mask) -> mx.array:
+        y: mx.array = self.attention["output"](self.attention["self"](x, mask), x)
         return y
 
 

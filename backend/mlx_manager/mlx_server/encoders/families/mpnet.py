@@ -12,12 +12,8 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from mlx_manager.mlx_server.encoders.batch import Batch
-from mlx_manager.mlx_server.encoders.families.bert import (
-    OLD_NAMES,
-    Added,
-    Embeddings,
-)
+from mlx_manager.mlx_server.encoders.batch import Batch, Mask
+from mlx_manager.mlx_server.encoders.families.bert import OLD_NAMES, Embeddings, PostNormLayer
 from mlx_manager.mlx_server.encoders.families.bert import sizes_of as sizes_of_bert
 from mlx_manager.mlx_server.encoders.families.family import (
     Body,
@@ -42,28 +38,20 @@ class Attention(nn.Module):  # type: ignore[misc]
         self.LayerNorm = nn.LayerNorm(size, eps=eps)
         self._heads, self._scale = heads, (size // heads) ** -0.5
 
-    def __call__(self, x: mx.array, mask: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, mask: Mask) -> mx.array:
         q, k, v = (split(self.attn[name](x), self._heads) for name in "qkv")
         mixed = self.attn["o"](attend(q, k, v, mask, self._scale))
         normed: mx.array = self.LayerNorm(mixed + x)
         return normed
 
 
-class Layer(nn.Module):  # type: ignore[misc]
+class Layer(PostNormLayer):
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        size = config.whole("hidden_size", 768)
-        inner = config.whole("intermediate_size", 3072)
-        eps = config.number("layer_norm_eps", 1e-12)
-        self.attention = Attention(size, config.whole("num_attention_heads", 12), eps)
-        self.intermediate = {"dense": nn.Linear(size, inner)}
-        self.output = Added(inner, size, eps)
-        self._act = config.activation("hidden_act", "gelu")
+        super().__init__(config)
+        self.attention = Attention(self.size, self.heads, self.eps)
 
-    def __call__(self, x: mx.array, mask: mx.array) -> mx.array:
-        x = self.attention(x, mask)
-        y: mx.array = self.output(self._act(self.intermediate["dense"](x)), x)
-        return y
+    def attended(self, x: mx.array, mask: Mask) -> mx.array:
+        return self.attention(x, mask)
 
 
 class MPNet(Body):
