@@ -507,6 +507,8 @@ async def test_what_a_caller_who_left_has_sent_is_not_made_tokens_any_more(
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+        # Questions are read in order: the worker knows of the end once it has told its figures.
+        await pool.look()
         go_on.set()
         await embed(pool, "bert-mean", "after")
     assert given == ["x"] * AT_ONCE + ["after"]
