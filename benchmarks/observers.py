@@ -77,7 +77,7 @@ class Crowd:
 
 
 def statistics_seconds(rows: int) -> float:
-    """What an engine's statistics take in one step of so many rows."""
+    """Return the seconds that an engine's statistics take in one step of so many rows."""
     statistics, before = Statistics(), [1.0] * rows
     start = time.process_time()
     for _ in range(STEPS):
@@ -89,7 +89,7 @@ def statistics_seconds(rows: int) -> float:
 
 
 def timeline_seconds(rows: int) -> float:
-    """What a timeline takes in one step of so many calls of one row."""
+    """Return the seconds that a timeline takes in one step of so many calls of one row."""
     timeline, text = Timeline.of([GenerationRequest(MODEL, Text("x"))]), [TextDelta("text")]
     timeline.follow(0, [Started(1)], 1)
     start = time.process_time()

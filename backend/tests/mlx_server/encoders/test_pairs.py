@@ -1,4 +1,4 @@
-"""How rerankers are told from text models, and where a chat template puts a pair."""
+"""Rerankers told from text models, and the place that a chat template has for a pair."""
 
 from __future__ import annotations
 

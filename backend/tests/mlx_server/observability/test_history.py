@@ -28,7 +28,7 @@ def engine(generated: int, counts: tuple[int, ...] = (0, 0, 0, 0)) -> dict[str, 
 
 
 class Told:
-    """What the models tell, and what time it is."""
+    """Stand-in for the figures of the models and for the clock."""
 
     def __init__(self) -> None:
         self.engines: dict[str, dict[str, Any]] = {}

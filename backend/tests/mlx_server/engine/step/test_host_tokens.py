@@ -1,4 +1,4 @@
-"""How the host learns a step's tokens."""
+"""A step's tokens, sent to the host and read there."""
 
 from __future__ import annotations
 
