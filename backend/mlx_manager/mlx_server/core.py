@@ -34,13 +34,50 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """A picture in a message, sound as far as a whole decoding tells.
+
+    data: the file's bytes: PNG, JPEG, WebP or GIF, of which the first frame counts. digest: SHA-256
+    of them in hexadecimal; equal pictures have equal digests. width, height: pixels, after EXIF's
+    orientation. param: the request's field that holds the picture, for errors to name.
+    """
+
+    data: bytes = field(repr=False, compare=False)
+    digest: str
+    width: int
+    height: int
+    param: str = field(default="messages", compare=False)
+
+
+Part = str | Image
+Parts = str | tuple[Part, ...]
+"""Content of a message: a text, or texts and pictures in their order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
+    """A turn of a conversation, or a part of one."""
+
     role: Role
-    content: str = ""
+    content: Parts = ""
     name: str | None = None
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The texts of the content, joined; pictures are left out."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part for part in self.content if isinstance(part, str))
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The pictures of the content, in their order."""
+        if isinstance(self.content, str):
+            return ()
+        return tuple(part for part in self.content if isinstance(part, Image))
 
 
 @dataclass(frozen=True, slots=True)

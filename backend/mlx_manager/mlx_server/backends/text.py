@@ -458,7 +458,7 @@ def _size(message: Message) -> int:
     """Return the characters of a message, its calls included."""
     calls = [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
     others = [text or "" for text in (message.name, message.reasoning, message.tool_call_id)]
-    return sum(map(len, [message.content, *others, *calls]))
+    return sum(map(len, [message.text, *others, *calls]))
 
 
 def _is_small(variable: Any) -> bool:

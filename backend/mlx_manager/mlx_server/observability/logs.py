@@ -257,7 +257,7 @@ class PromptLog:
 def _readable(prompt: Prompt) -> Any:
     match prompt:
         case Conversation(messages):
-            return [{"role": said.role, "content": said.content} for said in messages]
+            return [{"role": said.role, "content": said.text} for said in messages]
         case Text(text, suffix):
             return f"{text}{suffix}"
         case Tokens(ids):

@@ -69,7 +69,7 @@ def _parts(prompt: Prompt) -> Iterator[Part]:
             for number, message in enumerate(messages):
                 place = f"messages[{number}]"
                 named = f"{place} ({message.role})"
-                yield from _pieces(named, message.content)
+                yield from _pieces(named, message.text)
                 for made, call in enumerate(message.tool_calls):
                     content = hash((call.name, call.arguments))
                     yield Part(f"{place}.tool_calls[{made}] ({call.name})", 0, content)

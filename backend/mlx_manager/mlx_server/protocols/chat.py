@@ -166,7 +166,7 @@ def conversation(body: ChatCompletionRequest) -> Conversation:
             param="continue_final_message",
         )
     messages = tuple(_message(each, f"messages[{i}]") for i, each in enumerate(body.messages))
-    if go_on and (messages[-1].tool_calls or not messages[-1].content.strip()):
+    if go_on and (messages[-1].tool_calls or not messages[-1].text.strip()):
         raise InvalidParameter(
             "`continue_final_message`: the last message must have a text that the answer can go on "
             "from, and no tool calls.",

@@ -149,7 +149,7 @@ class Summarising:
         kept = [*(message for message in said[:shown] if message.role == "system"), *said[shown:]]
         prompt = self._prompt
         if (halvings := index - len(self._starts) + 1) > 0:
-            kept = [part for message in kept if (part := _end_of(message, halvings)).content]
+            kept = [part for message in kept if (part := _end_of(message, halvings)).text]
             prompt = replace(prompt, tools=())
         asked = Message("user", INSTRUCTION)
         return replace(self._request, prompt=replace(prompt, messages=(*kept, asked)))
@@ -157,6 +157,6 @@ class Summarising:
 
 def _end_of(message: Message, halvings: int) -> Message:
     """Return a message with the end of its text, of its length halved `halvings` times."""
-    size = len(message.content) >> halvings
+    size = len(message.text) >> halvings
     role = "user" if message.role == "tool" else message.role
-    return Message(role, message.content[len(message.content) - size :])
+    return Message(role, message.text[len(message.text) - size :])

@@ -204,7 +204,7 @@ def conversation(body: CountTokensRequest) -> Conversation:
         messages.pop()
     last = messages[-1]
     go_on = last.role == "assistant"
-    if go_on and (last.tool_calls or not last.content.strip()):
+    if go_on and (last.tool_calls or not last.text.strip()):
         raise InvalidParameter(
             "`messages` ends with an answer that can't be gone on from: it must end with text. "
             "Send the results of its tools, or leave it out.",

@@ -21,7 +21,7 @@ def merged(messages: Iterable[Message], roles: frozenset[Role]) -> Iterator[Mess
 def _joined(messages: list[Message]) -> Message:
     return Message(
         messages[0].role,
-        "\n".join(message.content for message in messages if message.content),
+        "\n".join(message.text for message in messages if message.text),
         reasoning="\n".join(message.reasoning for message in messages if message.reasoning) or None,
         tool_calls=tuple(call for message in messages for call in message.tool_calls),
     )

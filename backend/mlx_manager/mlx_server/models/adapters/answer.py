@@ -64,7 +64,7 @@ def opens_thinking(
     """
     start, end = marks
     if conversation.continue_final_message:
-        begun = conversation.messages[-1].content
+        begun = conversation.messages[-1].text
         return begun.rfind(start) > begun.rfind(end)
     tail = prompt_tail(tokenizer, prompt_ids).rstrip()
     return re.search(rf"{re.escape(start)}(?:<[\w:]+>)?\Z", tail) is not None

@@ -153,7 +153,7 @@ def outline_of(conversation: Conversation) -> Outline:
     def message(said: Message) -> Message:
         return replace(
             said,
-            content=word() if said.content.strip() else "",
+            content=word() if said.text.strip() else "",
             name=said.name and "qnameq",
             reasoning=said.reasoning and "qthoughtq",
             tool_calls=tuple(map(call, said.tool_calls)),
@@ -194,7 +194,7 @@ def _essential(messages: Sequence[Message]) -> Sequence[Message]:
 def _kind(message: Message) -> Hashable:
     """Return the properties of a message that a template may treat differently."""
     calls = tuple(_arguments(call.arguments, str) for call in message.tool_calls)
-    said = bool(message.content.strip()), bool(message.reasoning), message.tool_call_id is None
+    said = bool(message.text.strip()), bool(message.reasoning), message.tool_call_id is None
     return message.role, said, calls
 
 

@@ -52,7 +52,7 @@ def _short_id(call_id: str) -> str:
 
 def _entry(message: Message, traits: TemplateTraits, names: dict[str, str]) -> dict[str, Any]:
     """Return a message as a dict, without keys that have no value: templates test for keys."""
-    content = message.content
+    content = message.text
     if message.role == "assistant" and not message.tool_calls:
         content = content or traits.filler
     entry: dict[str, Any] = {"role": message.role, "content": content}

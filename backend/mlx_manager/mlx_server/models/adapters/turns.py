@@ -60,7 +60,7 @@ def with_system(messages: Sequence[Message], told: str) -> list[Message]:
     """Return the messages with a system message at the beginning, to which `told` is added."""
     if messages and messages[0].role == "system":
         first = messages[0]
-        return [replace(first, content=_paragraphs([first.content, told])), *messages[1:]]
+        return [replace(first, content=_paragraphs([first.text, told])), *messages[1:]]
     return [Message("system", told), *messages]
 
 
@@ -77,11 +77,11 @@ def _place_system(messages: Sequence[Message], place: SystemPlace, joined: bool)
         rest = _as_the_users(rest)
     if not leading:
         return rest
-    system = _paragraphs(message.content for message in messages[:leading])
+    system = _paragraphs(message.text for message in messages[:leading])
     host = _host(rest, place)
     if host is None:
         return [Message("user" if place == "nowhere" else "system", system), *rest]
-    said = replace(rest[host], content=_paragraphs([system, rest[host].content]))
+    said = replace(rest[host], content=_paragraphs([system, rest[host].text]))
     return [*rest[:host], said, *rest[host + 1 :]]
 
 
@@ -105,7 +105,7 @@ def _as_the_users(messages: Sequence[Message]) -> list[Message]:
     lent = False
     for message in messages:
         system = message.role == "system"
-        said = Message("user", message.content) if system else message
+        said = Message("user", message.text) if system else message
         if (system or lent) and placed and placed[-1].role == said.role == "user":
             placed[-1] = _joined(placed[-1], said)
             lent = True
@@ -128,7 +128,7 @@ def _joined(first: Message, second: Message) -> Message:
     reasoning = _paragraphs([first.reasoning or "", second.reasoning or ""])
     return replace(
         second,
-        content=_paragraphs([first.content, second.content]),
+        content=_paragraphs([first.text, second.text]),
         name=first.name if first.name == second.name else None,
         reasoning=reasoning or second.reasoning,
     )
@@ -301,12 +301,12 @@ def _gather(result: Message, placed: list[Message | Turn], by_call: dict[str, Tu
     if turn is not None:
         turn.results.append(result)
     else:
-        placed.append(Message("user", result_text(result.content)))
+        placed.append(Message("user", result_text(result.text)))
 
 
 def _apart(messages: Sequence[Message]) -> Iterator[Message]:
     for message in messages:
-        if message.tool_calls and message.content.strip():
+        if message.tool_calls and message.text.strip():
             yield replace(message, tool_calls=())
             yield replace(message, content="", reasoning=None)
         else:
@@ -316,7 +316,7 @@ def _apart(messages: Sequence[Message]) -> Iterator[Message]:
 def _with_calls_written(message: Message, write: WriteCalls) -> Message:
     if not message.tool_calls:
         return message
-    content = (message.content + write(message.tool_calls)).lstrip("\n")
+    content = (message.text + write(message.tool_calls)).lstrip("\n")
     return replace(message, content=content, tool_calls=())
 
 
@@ -327,9 +327,9 @@ def _results_as_text(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         said = message
         if message.role == "tool":
-            said = Message("user", result_text(message.content))
+            said = Message("user", result_text(message.text))
             if before == "tool":
-                said = replace(said, content=f"{placed.pop().content}\n{said.content}")
+                said = replace(said, content=f"{placed.pop().text}\n{said.text}")
         placed.append(said)
         before = message.role
     return placed
