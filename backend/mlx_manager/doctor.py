@@ -62,7 +62,6 @@ def mlx_findings(settings: MLXServerSettings) -> Iterator[Finding]:
         return
     from mlx_manager.mlx_server.devices.attention.report import kernel_report
     from mlx_manager.mlx_server.devices.cpu.blas import HOW_TO_GET_ONE, load_fast_blas
-    from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import answer_mlx
     from mlx_manager.mlx_server.devices.cuda.graphs import keep_kernels
     from mlx_manager.mlx_server.devices.draws.report import draw_report
 
@@ -79,7 +78,6 @@ def mlx_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     yield Finding("blas", f"{blas.name} ({blas.reason})", advice=HOW_TO_GET_ONE if slow else "")
     # As the server has them compiled.
     keep_kernels()
-    answer_mlx()
     for name, kernels in (("kernels", kernel_report()), ("sampling", draw_report())):
         advice = f"{KERNELS_FAILED} {kernels.problem}" if kernels.problem else ""
         yield Finding(name, kernels.name, advice=advice)

@@ -66,14 +66,12 @@ def kernels(tell: Tell) -> dict[str, Any]:
     import mlx.core as mx
 
     from mlx_manager.mlx_server.devices.checks import kernel_checks, reported
-    from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import answer_mlx
     from mlx_manager.mlx_server.devices.cuda.graphs import keep_kernels
 
     if mx.default_device().type != mx.gpu:
         return {"device": NO_GPU, "checks": []}
     # As the server has them compiled.
     keep_kernels()
-    answer_mlx()
     checks = []
     for check in kernel_checks():
         tell(f"checking {check.kernel}, head size {check.head_size}, {check.dtype}")

@@ -33,11 +33,12 @@ from engines import OurEngine, decode_rate  # noqa: E402
 from harness import print_report, ratio  # noqa: E402
 from mlx_manager.mlx_server.config import PoolLimits  # noqa: E402
 from mlx_manager.mlx_server.core import Sampling  # noqa: E402
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel  # noqa: E402
 from mlx_manager.mlx_server.devices.cuda.graphs import record_whole_steps  # noqa: E402
 from mlx_manager.mlx_server.devices.draws import DrawKernel, checked  # noqa: E402
 from mlx_manager.mlx_server.devices.draws.check import Problem  # noqa: E402
 from mlx_manager.mlx_server.devices.draws.kernel import Form, cuda_source  # noqa: E402
-from mlx_manager.mlx_server.devices.kernel import Unsupported, compiled_for_cuda  # noqa: E402
+from mlx_manager.mlx_server.devices.kernel import Unsupported  # noqa: E402
 from mlx_manager.mlx_server.engine import sampling  # noqa: E402
 from mlx_manager.mlx_server.engine.sampling import SamplerState, SamplingBatch, sample_portably  # noqa: E402
 from workload import Row  # noqa: E402
@@ -128,7 +129,7 @@ def measure(
 
 
 def in_form(form: Form) -> Draw:
-    kernel = DrawKernel(compiled_for_cuda(cuda_source(mx.bfloat16, form)), form.threads)
+    kernel = DrawKernel(CudaKernel(cuda_source(mx.bfloat16, form)), form.threads)
     return lambda logits, batch, drawn: batch.draw(kernel, logits, drawn)
 
 

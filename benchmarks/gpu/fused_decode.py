@@ -23,7 +23,6 @@ from mlx.utils import tree_flatten
 from synthetic import SHAPES, make
 
 from mlx_manager.mlx_server.devices.cuda import matmul as products
-from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import answer_mlx
 from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.execution.decoder.check import check
@@ -142,7 +141,6 @@ def main() -> None:
     parser.add_argument("--bits", type=int, help="of the weights, in groups of 64; else bf16")
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
-    answer_mlx()
     info = mx.device_info()
     print(info["device_name"], info["architecture"], "mlx", mx.__version__)
     for name in options.shapes:

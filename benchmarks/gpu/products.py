@@ -23,7 +23,7 @@ import torch
 from synthetic import SHAPES, VOCABULARY
 
 from mlx_manager.mlx_server.devices.cuda import matmul as products
-from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import answer_mlx
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
 from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.chain import (
     Chain,
@@ -39,7 +39,6 @@ from mlx_manager.mlx_server.devices.cuda.matmul.forms import (
     WarpForm,
     size_of,
 )
-from mlx_manager.mlx_server.devices.kernel import compiled_for_cuda
 
 COLD = 200 * 2**20
 """Bytes of matrices that take turns, more than caches keep."""
@@ -271,7 +270,7 @@ def measure_chain(shape: str, options: argparse.Namespace, kernels: ProductKerne
             if form.shared_memory > device.block_memory:
                 continue
             variant = ChainVariant(form, (False,) * 4, (1e-5,) * 2)
-            kernel = {form: compiled_for_cuda(chain_source(mx.bfloat16, variant))}
+            kernel = {form: CudaKernel(chain_source(mx.bfloat16, variant))}
             chains = [Chain(links, kernel, kernels._counters) for links in layers]
             for mine, theirs in zip(chains[0](x, residual), wanted, strict=True):
                 if not off(mine, theirs) < TOLERANCE:
@@ -293,7 +292,6 @@ def main() -> None:
     options = parser.parse_args()
     info = mx.device_info()
     print(info["device_name"], "mlx", mx.__version__, f"{options.bits} bits by {options.group}")
-    answer_mlx()
     kernels = products.build(mx.bfloat16)
     if not isinstance(kernels, ProductKernels):
         raise SystemExit(kernels.reason)

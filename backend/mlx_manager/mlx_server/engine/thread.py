@@ -20,7 +20,6 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Protocol, TypeVar
 
-from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import answer_mlx
 from mlx_manager.mlx_server.devices.cuda.graphs import (
     keep_cpu_kernels,
     keep_kernels,
@@ -139,7 +138,6 @@ class MLXThread:
 
     def start(self) -> None:
         keep_kernels()
-        answer_mlx()
         from mlx_manager.mlx_server.devices import table as devices
 
         device = devices.current()

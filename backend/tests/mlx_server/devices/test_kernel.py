@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import mlx.core as mx
-
-from mlx_manager.mlx_server.devices import kernel
-from mlx_manager.mlx_server.devices.kernel import KernelSource, compiled_for_cuda, source
+from mlx_manager.mlx_server.devices.kernel import KernelSource, source
 
 TEXT = KernelSource("add", "#define ONE 1\n", "out[0] = x[0] + ONE;", ("x",), ("out",))
 
@@ -24,13 +21,3 @@ def test_comments_and_indentation_of_source_files_are_left_out(tmp_path) -> None
     first.write_text("// What it is for.\nint one() {\n  return 1;  // always\n}\n\n")
     second.write_text("int two();")
     assert source(first, second) == "int one() {\nreturn 1;  // always\n}\nint two();\n"
-
-
-def test_what_mlx_hashes_at_each_launch_is_abbreviated_and_the_name_is_of_the_whole(monkeypatch):
-    given = {}
-    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **options: given.update(options))
-    monkeypatch.setattr(kernel, "abbreviated", lambda text: f"short for {len(text)}")
-    compiled_for_cuda(TEXT)
-    assert given["name"] == TEXT.unique_name
-    assert given["header"] == f"short for {len(TEXT.header)}"
-    assert given["source"] == TEXT.body

@@ -21,13 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.devices.cuda.compiler.device import cuda_device
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
 from mlx_manager.mlx_server.devices.cuda.driver import Driver
-from mlx_manager.mlx_server.devices.kernel import (
-    Kernel,
-    KernelSource,
-    Unsupported,
-    compiled_for_cuda,
-)
+from mlx_manager.mlx_server.devices.kernel import Kernel, KernelSource, Unsupported
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +198,7 @@ def carrier() -> Carrier | Unsupported:
     device = cuda_device()
     if isinstance(device, Unsupported):
         return device
-    found = Carrier(compiled_for_cuda(TELL), compiled_for_cuda(FETCH))
+    found = Carrier(CudaKernel(TELL), CudaKernel(FETCH))
     try:
         wrong = found.check()
     except (OSError, RuntimeError) as error:

@@ -9,13 +9,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_manager.mlx_server.devices.cuda.compiler import device as cuda
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
 from mlx_manager.mlx_server.devices.draws.wish import Wish
 from mlx_manager.mlx_server.devices.kernel import (
     Kernel,
     KernelSource,
     Unsupported,
-    bounded,
-    compiled_for_cuda,
     compiled_for_metal,
     source,
 )
@@ -65,8 +64,8 @@ def build(dtype: mx.Dtype) -> DrawKernel | Unsupported:
     device = cuda.cuda_device()
     if isinstance(device, Unsupported):
         return device
-    best = compiled_for_cuda(best_source(dtype))
-    return DrawKernel(compiled_for_cuda(cuda_source(dtype)), ON_CUDA.threads, best)
+    best = CudaKernel(best_source(dtype))
+    return DrawKernel(CudaKernel(cuda_source(dtype)), ON_CUDA.threads, best)
 
 
 class DrawKernel:
@@ -150,7 +149,8 @@ def _for_cuda(
     shared = f"auto scratch = kernels::shared_by_block<kernels::Scratch<{form.constants}>>();\n"
     return KernelSource(
         name=name,
-        header=source(cuda.DEVICE_SOURCE, _TEXT.with_suffix(".cu"), _TEXT) + bounded(form.threads),
+        header=source(cuda.DEVICE_SOURCE, _TEXT.with_suffix(".cu"), _TEXT),
+        bounds=(form.threads, 1),
         body=shared + body,
         inputs=inputs,
         outputs=outputs,

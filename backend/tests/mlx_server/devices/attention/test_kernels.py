@@ -441,6 +441,9 @@ def test_write_puts_tokens_into_their_slots_and_nowhere_else(
         ((384, 5, 1), (128, 1, 1)) if backend == "cuda" else ((4 * widest, 5, 1), (widest, 1, 1))
     )
     done = np.zeros(1, np.int32)
+    if backend == "cuda":
+        # MLX makes a CUDA kernel's inputs contiguous.
+        k, v = map(np.ascontiguousarray, (k, v))
     library.call(0, [k_pool, v_pool, k, v, slots], [done], grid, group)
     np.testing.assert_array_equal(k_pool, expected[0])
     np.testing.assert_array_equal(v_pool, expected[1])

@@ -12,7 +12,7 @@ from devices.cuda.matmul.devices import H200
 from execution.decoder.common_decoders import EXPERTS, make
 from mlx import nn
 
-from mlx_manager.mlx_server.devices import kernel
+from mlx_manager.mlx_server.devices.cuda.compiler import launch
 from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
 from mlx_manager.mlx_server.execution.decoder.layers import Block
 from mlx_manager.mlx_server.execution.decoder.projections import Normed, Sum, norm_of
@@ -49,7 +49,7 @@ def launched(compile_cuda, monkeypatch) -> list[str]:
 
         return launch
 
-    monkeypatch.setattr(kernel, "compiled_for_cuda", compiled)
+    monkeypatch.setattr(launch, "CudaKernel", compiled)
     return names
 
 

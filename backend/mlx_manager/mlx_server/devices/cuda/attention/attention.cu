@@ -519,22 +519,21 @@ struct Attend {
 
 // 8 elements from `d` on.
 template <typename T>
-__device__ __forceinline__ void write_piece(T* to, const T* from, int d, long stride) {
-  if (stride == 1 && (unsigned long)(from + d) % 16 == 0) {
+__device__ __forceinline__ void write_piece(T* to, const T* from, int d) {
+  if ((unsigned long)(from + d) % 16 == 0) {
     *reinterpret_cast<uint4*>(to + d) = *reinterpret_cast<const uint4*>(from + d);
     return;
   }
 #pragma unroll
-  for (int i = 0; i < 8; i++) to[d + i] = from[(d + i) * stride];
+  for (int i = 0; i < 8; i++) to[d + i] = from[d + i];
 }
 
-// Writes one token of one head, keys of K elements and values of V, 8 of each a thread. A slot below
-// 0 is skipped.
-template <typename T, int K, int V, typename Strides>
+// Writes one token of one head, keys of K elements and values of V, 8 of each a thread. `k` and `v`
+// are (rows, heads, tokens, K or V). A slot below 0 is skipped.
+template <typename T, int K, int V>
 __device__ __forceinline__ void write_token(const T* k_pool, const T* v_pool, const T* k,
                                             const T* v, const int* slot_of_token, long pool_slots,
-                                            int heads, int tokens,
-                                            const Strides& k_strides, const Strides& v_strides) {
+                                            int heads, int tokens) {
   static_assert(K % 8 == 0 && V % 8 == 0);
   constexpr int PIECES = (K > V ? K : V) / 8;
   const int piece = blockIdx.x * blockDim.x + threadIdx.x;
@@ -543,11 +542,9 @@ __device__ __forceinline__ void write_token(const T* k_pool, const T* v_pool, co
   const int row = blockIdx.y / tokens, token = blockIdx.y % tokens;
   const long slot = slot_of_token[blockIdx.y];
   if (slot < 0) return;
-  const long to = head * pool_slots + slot;
-  const T* k_from = k + row * k_strides[0] + head * k_strides[1] + token * k_strides[2];
-  const T* v_from = v + row * v_strides[0] + head * v_strides[1] + token * v_strides[2];
-  if (d < K) write_piece(const_cast<T*>(k_pool) + to * K, k_from, d, k_strides[3]);
-  if (d < V) write_piece(const_cast<T*>(v_pool) + to * V, v_from, d, v_strides[3]);
+  const long to = head * pool_slots + slot, from = (long(row) * heads + head) * tokens + token;
+  if (d < K) write_piece(const_cast<T*>(k_pool) + to * K, k + from * K, d);
+  if (d < V) write_piece(const_cast<T*>(v_pool) + to * V, v + from * V, d);
 }
 
 }  // namespace kernels

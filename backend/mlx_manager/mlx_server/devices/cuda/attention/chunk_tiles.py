@@ -21,7 +21,7 @@ from mlx_manager.mlx_server.devices.cuda.compiler.hopper import (
     GroupProduct,
     instructions,
 )
-from mlx_manager.mlx_server.devices.kernel import bounded, flag, source
+from mlx_manager.mlx_server.devices.kernel import flag, source
 
 _ROWS_SOURCES = (
     DEVICE_SOURCE,
@@ -46,6 +46,7 @@ class WarpTiles:
 
     stages: ClassVar[int] = 2
     name: ClassVar[str] = "warps' products (mma)"
+    bounds: ClassVar[None] = None
 
     @property
     def rows(self) -> int:
@@ -90,6 +91,10 @@ class GroupTiles:
     name: ClassVar[str] = "warpgroups' products (wgmma)"
 
     @property
+    def bounds(self) -> tuple[int, int]:
+        return self.threads, 1
+
+    @property
     def rows(self) -> int:
         return self.groups * 64
 
@@ -112,7 +117,7 @@ class GroupTiles:
             GroupProduct(shape.head_dim, a_in_registers=True, across=True),
         )
         device = source(DEVICE_SOURCE) + instructions(products) + source(HOPPER_SOURCE)
-        return device + source(*_ROWS_SOURCES[1:], _GROUPS_SOURCE) + bounded(self.threads)
+        return device + source(*_ROWS_SOURCES[1:], _GROUPS_SOURCE)
 
     def work(self, shape: AttentionShape, variant: Variant) -> str:
         """The type that does a block's work."""

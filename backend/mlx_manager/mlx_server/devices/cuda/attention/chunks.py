@@ -26,13 +26,8 @@ from mlx_manager.mlx_server.devices.cuda.attention.chunk_tiles import (
     tiles_for,
 )
 from mlx_manager.mlx_server.devices.cuda.compiler.device import TYPES, CudaDevice, device_for
-from mlx_manager.mlx_server.devices.kernel import (
-    Kernel,
-    KernelSource,
-    Unsupported,
-    compiled_for_cuda,
-    real,
-)
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
+from mlx_manager.mlx_server.devices.kernel import Kernel, KernelSource, Unsupported, real
 
 # Most elements of a head: a tile's output is kept in registers, up to 128 of a thread.
 MOST_DIM = 256
@@ -106,9 +101,7 @@ class ChunkKernels:
 
     def _kernel(self, variant: Variant) -> Kernel:
         if variant not in self._kernels:
-            self._kernels[variant] = compiled_for_cuda(
-                chunk_source(self.shape, self.tiles, variant)
-            )
+            self._kernels[variant] = CudaKernel(chunk_source(self.shape, self.tiles, variant))
         return self._kernels[variant]
 
 
@@ -128,4 +121,5 @@ def chunk_source(shape: AttentionShape, form: Tiles, variant: Variant) -> Kernel
         inputs=("q", "k_pool", "v_pool", "table", "items", "sinks", "arrivals", "written"),
         outputs=("out", "partial", "figures"),
         shared_memory=form.shared_memory(shape),
+        bounds=form.bounds,
     )

@@ -27,11 +27,11 @@ from mlx_manager.mlx_server.devices.cuda.compiler.device import (
     CudaDevice,
     device_for,
 )
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
 from mlx_manager.mlx_server.devices.kernel import (
     Kernel,
     KernelSource,
     Unsupported,
-    compiled_for_cuda,
     flag,
     real,
     source,
@@ -170,7 +170,7 @@ class CudaKernels(LaunchedKernels):
         return replace(splits, blocks=blocks)
 
     def _rotation(self, rotary: Rotary) -> Kernel:
-        return compiled_for_cuda(rotate_source(self.shape, rotary))
+        return CudaKernel(rotate_source(self.shape, rotary))
 
     def _rotation_threads(self, tokens: int) -> int:
         return rotate_threads(self.shape, tokens)
@@ -200,7 +200,7 @@ class CudaKernels(LaunchedKernels):
     def _kernel(self, variant: Variant) -> Kernel:
         if variant not in self._kernels:
             launch = self.launches[variant.blocks]
-            self._kernels[variant] = compiled_for_cuda(attend_source(self.shape, launch, variant))
+            self._kernels[variant] = CudaKernel(attend_source(self.shape, launch, variant))
         return self._kernels[variant]
 
 
@@ -299,7 +299,7 @@ def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -
 def writer(of: Pools) -> Writer:
     """Return the writer for heads that have a multiple of `PIECE` elements."""
     threads = -(-of.kv_heads * of.widest // PIECE // THREADS) * THREADS
-    kernel = compiled_for_cuda(write_source(of), ensure_row_contiguous=False)
+    kernel = CudaKernel(write_source(of))
     return Writer(kernel, threads, THREADS)
 
 
@@ -307,7 +307,7 @@ def write_source(of: Pools) -> KernelSource:
     constants = f"{TYPES[of.dtype]}, {of.key_dim}, {of.value_dim}"
     body = (
         f"kernels::write_token<{constants}>(k_pool, v_pool, k, v, "
-        "slots, k_pool_shape[1], k_shape[1], k_shape[2], k_strides, v_strides);\n"
+        "slots, k_pool_shape[1], k_shape[1], k_shape[2]);\n"
         "if (blockIdx.x + blockIdx.y + threadIdx.x == 0) written[0] = 0;"
     )
     return KernelSource(

@@ -10,12 +10,12 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.devices.cuda.attention.decode import MOST_QUERIES
 from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, device_for
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Packed, Weight, arrays_of
 from mlx_manager.mlx_server.devices.kernel import (
     Kernel,
     KernelSource,
     Unsupported,
-    compiled_for_cuda,
     flag,
     real,
     source,
@@ -58,7 +58,7 @@ def build(
     if isinstance(embeddings, Packed) and not is_served(embeddings):
         kind = f"{embeddings.mode}, {embeddings.bits} bits"
         return Unsupported(f"embeddings that are packed otherwise ({kind})")
-    kernel = compiled_for_cuda(opening_source(embeddings, turnings, scale))
+    kernel = CudaKernel(opening_source(embeddings, turnings, scale))
     return OpeningKernel(kernel, embeddings, turnings)
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from mlx_manager.mlx_server.devices.kernel import Kernel, Unsupported
+from mlx_manager.mlx_server.devices.cuda.driver import Driver
+from mlx_manager.mlx_server.devices.kernel import Unsupported
 
 TYPES: dict[Any, str] = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 DEVICE_SOURCE = Path(__file__).with_name("device.cu")
 
 # Shared memory that CUDA itself reserves, in bytes.
 RESERVED_PER_BLOCK = 1024
+
+# Attribute of a device in the CUDA driver API.
+_MULTIPROCESSORS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +59,5 @@ def cuda_device() -> CudaDevice | Unsupported:
         return Unsupported(f"{info['architecture']}: the CUDA kernels need sm_80 or later")
     large = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228}
     kib = large.get(capability, 100)
-    return CudaDevice(_multiprocessors(), (kib - 1) * 1024, kib * 1024, capability == (9, 0))
-
-
-@cache
-def _multiprocessors() -> int:
-    kernel: Kernel = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name="paged_multiprocessors",
-        input_names=["unused"],
-        output_names=["count"],
-        source='unsigned n; asm("mov.u32 %0, %%nsmid;" : "=r"(n)); count[0] = n;',
-    )
-    (count,) = kernel(
-        inputs=[mx.zeros((1,), mx.int32)],
-        grid=(1, 1, 1),
-        threadgroup=(1, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.int32],
-    )
-    return int(np.array(count)[0])
+    multiprocessors = Driver().attribute(_MULTIPROCESSORS)
+    return CudaDevice(multiprocessors, (kib - 1) * 1024, kib * 1024, capability == (9, 0))

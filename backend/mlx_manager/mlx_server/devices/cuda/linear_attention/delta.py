@@ -12,13 +12,12 @@ import numpy as np
 
 from mlx_manager.mlx_server.devices.cuda.attention.decode import MOST_QUERIES
 from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, TYPES, device_for
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
 from mlx_manager.mlx_server.devices.cuda.mapped import send
 from mlx_manager.mlx_server.devices.kernel import (
     Kernel,
     KernelSource,
     Unsupported,
-    bounded,
-    compiled_for_cuda,
     flag,
     real,
     source,
@@ -110,11 +109,11 @@ class DeltaKernels:
     def __init__(self, shape: DeltaShape) -> None:
         self.shape = shape
         self._steps: dict[StepForm, Kernel] = {}
-        self._convolve = compiled_for_cuda(convolve_source(shape))
-        self._relate = compiled_for_cuda(relate_source(shape))
-        self._chunk = compiled_for_cuda(chunk_source(shape))
-        self._finish = compiled_for_cuda(finish_source(shape))
-        self._restore = compiled_for_cuda(restore_source(shape))
+        self._convolve = CudaKernel(convolve_source(shape))
+        self._relate = CudaKernel(relate_source(shape))
+        self._chunk = CudaKernel(chunk_source(shape))
+        self._finish = CudaKernel(finish_source(shape))
+        self._restore = CudaKernel(restore_source(shape))
         # Counters of each head's finished blocks; the kernel leaves every counter at 0.
         self._arrivals = mx.zeros((MOST_QUERIES * shape.value_heads,), mx.int32)
         mx.eval(self._arrivals)
@@ -138,7 +137,7 @@ class DeltaKernels:
             raise ValueError(f"{rows} rows: the kernels take {MOST_QUERIES} at most")
         form = StepForm.of(self.shape, rows)
         if form not in self._steps:
-            self._steps[form] = compiled_for_cuda(step_source(self.shape, form))
+            self._steps[form] = CudaKernel(step_source(self.shape, form))
         threads = form.warps * 32
         (out,) = self._steps[form](
             inputs=[heads, lengths, slots, *_arrays(weights), *pool, self._arrivals],
@@ -281,8 +280,8 @@ def _text(  # noqa: PLR0917
     threads: int = THREADS,
     shared_memory: int = 0,
 ) -> KernelSource:
-    header = source(DEVICE_SOURCE, _SOURCE) + bounded(threads)
-    return KernelSource(name, header, body, inputs, outputs, shared_memory)
+    header = source(DEVICE_SOURCE, _SOURCE)
+    return KernelSource(name, header, body, inputs, outputs, shared_memory, (threads, 1))
 
 
 def step_source(shape: DeltaShape, form: StepForm) -> KernelSource:

@@ -8,14 +8,9 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, TYPES, device_for
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
 from mlx_manager.mlx_server.devices.cuda.linear_attention.delta import Texts
-from mlx_manager.mlx_server.devices.kernel import (
-    KernelSource,
-    Unsupported,
-    bounded,
-    compiled_for_cuda,
-    source,
-)
+from mlx_manager.mlx_server.devices.kernel import KernelSource, Unsupported, source
 from mlx_manager.mlx_server.devices.states import ShortShape, StateStore
 
 _SOURCE = Path(__file__).with_name("short.cu")
@@ -32,9 +27,9 @@ class ShortKernels:
 
     def __init__(self, shape: ShortShape) -> None:
         self.shape = shape
-        self._step = compiled_for_cuda(step_source(shape))
-        self._chunks = compiled_for_cuda(chunks_source(shape))
-        self._restore = compiled_for_cuda(restore_source(shape))
+        self._step = CudaKernel(step_source(shape))
+        self._chunks = CudaKernel(chunks_source(shape))
+        self._restore = CudaKernel(restore_source(shape))
 
     def step(
         self,
@@ -144,5 +139,5 @@ def _done(name: str) -> str:
 def _text(
     name: str, body: str, inputs: tuple[str, ...], outputs: tuple[str, ...] = ("out",)
 ) -> KernelSource:
-    header = source(DEVICE_SOURCE, _SOURCE) + bounded(THREADS)
-    return KernelSource(name, header, body, inputs, outputs)
+    header = source(DEVICE_SOURCE, _SOURCE)
+    return KernelSource(name, header, body, inputs, outputs, bounds=(THREADS, 1))

@@ -33,6 +33,7 @@ from mlx_manager.mlx_server.devices.cuda.compiler.device import (
     CudaDevice,
     device_for,
 )
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.chain import Chain, ChainVariant, chain_source
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     Activation,
@@ -54,14 +55,7 @@ from mlx_manager.mlx_server.devices.cuda.matmul.forms import (
 from mlx_manager.mlx_server.devices.cuda.matmul.sums import SumKernels
 from mlx_manager.mlx_server.devices.cuda.mla.by_head import HeadKernels
 from mlx_manager.mlx_server.devices.cuda.moe.experts import ExpertKernels
-from mlx_manager.mlx_server.devices.kernel import (
-    CompiledForCuda,
-    KernelSource,
-    Unsupported,
-    flag,
-    real,
-    source,
-)
+from mlx_manager.mlx_server.devices.kernel import KernelSource, Unsupported, flag, real, source
 
 # Fewest rows for which warpgroups, if there are any, multiply gates and ups, provided that these
 # are too many for two blocks of warps a multiprocessor: 62 instead of 65 us for an 8B's with 32
@@ -134,7 +128,7 @@ class ProductKernels:
         self.heads = HeadKernels(dtype, device)
         self._dtype = dtype
         self._device = device
-        self._kernel = CompiledForCuda(dtype)
+        self._kernel = CudaKernels(dtype)
         # Counters of a chain's finished blocks. Its launches run in order, and leave zeros.
         self._counters = mx.zeros((4,), mx.int32)
         mx.eval(self._counters)

@@ -8,15 +8,9 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, TYPES
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Norm
-from mlx_manager.mlx_server.devices.kernel import (
-    CompiledForCuda,
-    KernelSource,
-    bounded,
-    flag,
-    real,
-    source,
-)
+from mlx_manager.mlx_server.devices.kernel import KernelSource, flag, real, source
 
 # Elements of a piece, which a thread reads at once, and most pieces of a thread.
 _PIECE = 8
@@ -93,7 +87,7 @@ class SumKernels:
 
     def __init__(self, dtype: mx.Dtype) -> None:
         self._dtype = dtype
-        self._kernel = CompiledForCuda(dtype)
+        self._kernel = CudaKernels(dtype)
 
     @staticmethod
     def serves(width: int) -> bool:
@@ -138,7 +132,8 @@ def sum_source(dtype: mx.Dtype, form: SumForm) -> KernelSource:
     epsilons = f"{real(form.epsilon)}, {real(form.following or 0.0)}"
     return KernelSource(
         name="sum",
-        header=source(DEVICE_SOURCE, _SOURCE) + bounded(form.threads),
+        header=source(DEVICE_SOURCE, _SOURCE),
+        bounds=(form.threads, 1),
         body=(
             f"kernels::add_normed<{constants}>(residual, x, {{{', '.join(others)}}}, norm, "
             f"{following}, {times}, out, {ahead}, x_shape[1], {epsilons});"

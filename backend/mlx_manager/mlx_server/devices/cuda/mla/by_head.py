@@ -8,9 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_manager.mlx_server.devices.cuda.compiler.device import TYPES, CudaDevice
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Weight, arrays_of
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import WIDTH, Packing, WarpForm, knows
-from mlx_manager.mlx_server.devices.kernel import CompiledForCuda, KernelSource
+from mlx_manager.mlx_server.devices.kernel import KernelSource
 
 _SOURCE = Path(__file__).with_name("by_head.cu")
 
@@ -37,7 +38,7 @@ class HeadKernels:
     def __init__(self, dtype: mx.Dtype, device: CudaDevice) -> None:
         self._dtype = dtype
         self._device = device
-        self._kernel = CompiledForCuda(dtype)
+        self._kernel = CudaKernels(dtype)
 
     @staticmethod
     def serves(weight: Weight, heads: int) -> bool:

@@ -28,14 +28,13 @@ from mlx_manager.mlx_server.devices.cuda.compiler.device import (
     CudaDevice,
     device_for,
 )
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
 from mlx_manager.mlx_server.devices.cuda.mla.expansion import Expansion
 from mlx_manager.mlx_server.devices.cuda.mla.shape import LatentShape
 from mlx_manager.mlx_server.devices.kernel import (
     Kernel,
     KernelSource,
     Unsupported,
-    bounded,
-    compiled_for_cuda,
     flag,
     real,
     source,
@@ -189,7 +188,7 @@ class LatentKernels:
         self._steps: dict[Attending, Kernel] = {}
         self._chunks: dict[Attending, Kernel] = {}
         self._writes: dict[Writing, Kernel] = {}
-        self._merge = compiled_for_cuda(merge_source(shape, step))
+        self._merge = CudaKernel(merge_source(shape, step))
 
     def plan(
         self, lengths: Lengths, *, window: None = None, table_rows: Lengths | None = None
@@ -250,7 +249,7 @@ class LatentKernels:
         queries_norm, latent_norm = norms
         key = Writing(traditional, epsilon, queries_norm is not None)
         if key not in self._writes:
-            self._writes[key] = compiled_for_cuda(write_source(of, key))
+            self._writes[key] = CudaKernel(write_source(of, key))
         first = self._no_norm if queries_norm is None else queries_norm
         (queries,) = self._writes[key](
             inputs=[projected, rotation, first, latent_norm, latents, turned, slots],
@@ -290,7 +289,7 @@ class LatentKernels:
         """
         form, key = self._step, Attending(scale, traditional)
         if key not in self._steps:
-            self._steps[key] = compiled_for_cuda(step_source(self.shape, form, key))
+            self._steps[key] = CudaKernel(step_source(self.shape, form, key))
         figures = splits.work * form.blocks(self.shape) * form.heads if splits.divided else 1
         out, partial, sums = self._steps[key](
             inputs=[absorbed, queries, rotation, latents, turned, table, lengths, splits.items],
@@ -329,7 +328,7 @@ class LatentKernels:
         """
         form, key = self._chunk, Attending(scale, traditional)
         if key not in self._chunks:
-            self._chunks[key] = compiled_for_cuda(chunk_source(self.shape, form, key))
+            self._chunks[key] = CudaKernel(chunk_source(self.shape, form, key))
         figures = max(plan.parts * form.blocks(self.shape) * form.rows, 1)
         pages = [latents, turned, table, plan.items, self._arrivals]
         out, _, _ = self._chunks[key](
@@ -365,7 +364,7 @@ class TurningKernels:
         q_heads = queries.shape[1] // (of.plain + of.dims)
         if traditional not in self._kernels:
             text = turn_source(of, self._width, traditional=traditional)
-            self._kernels[traditional] = compiled_for_cuda(text)
+            self._kernels[traditional] = CudaKernel(text)
         empty = self._width - of.plain - of.dims
         pieces = tokens * q_heads * (of.plain // 8 + of.dims // 4 + empty // 8)
         (out,) = self._kernels[traditional](
@@ -418,7 +417,8 @@ def _attending(
 ) -> KernelSource:
     return KernelSource(
         name=name,
-        header=source(*_SOURCES) + bounded(THREADS, form.resident),
+        header=source(*_SOURCES),
+        bounds=(THREADS, form.resident),
         body=body,
         inputs=("absorbed", "queries", "rotation", "latents", "turned", "table", *more),
         outputs=("out", "partial", "figures"),
@@ -434,7 +434,8 @@ def merge_source(shape: LatentShape, form: LatentForm) -> KernelSource:
     )
     return KernelSource(
         name="latent_merge",
-        header=source(*_SOURCES) + bounded(THREADS),
+        header=source(*_SOURCES),
+        bounds=(THREADS, 1),
         body=body,
         inputs=("whole", "partial", "figures", "items"),
         outputs=("out",),
@@ -455,7 +456,8 @@ def write_source(shape: LatentShape, of: Writing) -> KernelSource:
     )
     return KernelSource(
         name="latent_write",
-        header=source(*_SOURCES) + bounded(THREADS),
+        header=source(*_SOURCES),
+        bounds=(THREADS, 1),
         body=body,
         inputs=(
             "projected",
@@ -481,7 +483,8 @@ def turn_source(shape: LatentShape, width: int, *, traditional: bool) -> KernelS
     )
     return KernelSource(
         name="latent_turn",
-        header=source(*_SOURCES) + bounded(THREADS),
+        header=source(*_SOURCES),
+        bounds=(THREADS, 1),
         body=body,
         inputs=("queries", "rotation"),
         outputs=("out",),

@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, TYPES, CudaDevice
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     LEAST,
     Activation,
@@ -28,14 +29,7 @@ from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     arrays_of,
 )
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import GroupForm, Packing, WarpForm, knows
-from mlx_manager.mlx_server.devices.kernel import (
-    CompiledForCuda,
-    KernelSource,
-    bounded,
-    flag,
-    real,
-    source,
-)
+from mlx_manager.mlx_server.devices.kernel import KernelSource, flag, real, source
 from mlx_manager.mlx_server.devices.likeness import distance
 
 MOST_CHOSEN = 32
@@ -198,7 +192,7 @@ class ExpertKernels:
     def __init__(self, dtype: mx.Dtype, device: CudaDevice) -> None:
         self._dtype = dtype
         self._device = device
-        self._kernel = CompiledForCuda(dtype)
+        self._kernel = CudaKernels(dtype)
         # By size of experts: whether warpgroups multiply many rows.
         self._grouped: dict[Hashable, bool] = {}
         # By kind of router: whether several launches route many rows right.
@@ -499,7 +493,8 @@ def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
     router_norm, bias = form.given("router_norm"), form.given("bias")
     return KernelSource(
         name="route",
-        header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
+        header=source(DEVICE_SOURCE, _ROUTE_SOURCE),
+        bounds=(form.threads, 1),
         body=(
             f"{_most_errands(rows, form)}"
             f"kernels::route_rows<{constants}>(x, norm, {router_norm}, router, {bias}, "
@@ -517,7 +512,8 @@ def choose_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
     rows = "logits_shape[0]"
     return KernelSource(
         name="choose_experts",
-        header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
+        header=source(DEVICE_SOURCE, _ROUTE_SOURCE),
+        bounds=(form.threads, 1),
         body=(
             f"{_most_errands(rows, form)}"
             f"kernels::choose_rows<{TYPES[dtype]}, {numbers}, {form.held}>(logits, "
@@ -533,7 +529,8 @@ def place_source(_: mx.Dtype, form: RouterForm) -> KernelSource:
     constants = f"{_CHOOSING}, {form.experts}, {form.chosen}, {form.threads}"
     return KernelSource(
         name="place_experts",
-        header=source(DEVICE_SOURCE, _ROUTE_SOURCE) + bounded(form.threads),
+        header=source(DEVICE_SOURCE, _ROUTE_SOURCE),
+        bounds=(form.threads, 1),
         body=f"kernels::place_pairs<{constants}>(chosen, counts, places, order, chosen_shape[0]);",
         inputs=("chosen", "counts"),
         outputs=("places", "order"),
@@ -640,7 +637,8 @@ def _group_errand_source(element: str, form: GroupForm, variant: ErrandVariant) 
     constants.append(flag(variant.bias))
     return KernelSource(
         name=f"{name}_group_experts",
-        header=form.header(_ROUTE_SOURCE, _GROUP_EXPERTS_SOURCE) + bounded(form.threads),
+        header=form.header(_ROUTE_SOURCE, _GROUP_EXPERTS_SOURCE),
+        bounds=(form.threads, 1),
         body=(
             f"kernels::{name}_group_errand<{', '.join(constants)}>({', '.join(variant.rows)}, "
             f"weight, {'bias' if variant.bias else 'nullptr'}, out, {sizes});"

@@ -11,7 +11,7 @@ from devices.cuda.matmul.devices import H200
 from devices.cuda.matmul.halves import bits, gated, in_packs, rounded
 from thorough import slow
 
-from mlx_manager.mlx_server.devices import kernel
+from mlx_manager.mlx_server.devices.cuda.compiler import launch
 from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.chain import (
     PRODUCTS,
@@ -172,7 +172,7 @@ def test_chains_alike_share_a_kernel_and_hand_it_what_its_source_names(monkeypat
         made.append(source)
         return lambda **options: given.append(options)
 
-    monkeypatch.setattr(kernel, "compiled_for_cuda", compiled)
+    monkeypatch.setattr(launch, "CudaKernel", compiled)
     norms = [Norm(mx.ones((WIDTH,)), EPSILON) for _ in range(2)]
     output, gate_up = (
         Link(mx.zeros((WIDTH, ATTENDED))),

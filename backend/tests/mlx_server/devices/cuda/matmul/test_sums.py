@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from devices.cuda.matmul.halves import bits, rounded
 
-from mlx_manager.mlx_server.devices import kernel
+from mlx_manager.mlx_server.devices.cuda.compiler import launch
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Norm
 from mlx_manager.mlx_server.devices.cuda.matmul.sums import SumForm, SumKernels, Two, sum_source
 
@@ -115,7 +115,7 @@ def test_a_kernel_is_compiled_once_and_given_what_its_source_names(monkeypatch):
         made.append(source)
         return lambda **options: given.append(options) or options["output_shapes"]
 
-    monkeypatch.setattr(kernel, "compiled_for_cuda", compiled)
+    monkeypatch.setattr(launch, "CudaKernel", compiled)
     kernels = SumKernels(BF16)
     rows, norm, following = mx.zeros((5, 640)), Norm(mx.ones(640), 1e-6), Norm(mx.zeros(640), 1e-5)
     assert kernels(rows, rows, norm, following) == kernels(rows, rows, norm, following)

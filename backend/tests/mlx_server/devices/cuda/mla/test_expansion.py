@@ -34,9 +34,7 @@ def portable(of: LatentShape) -> Expansion:
 @pytest.fixture
 def emulated(compile_cuda, monkeypatch) -> None:
     for module in (chunks, latent):
-        monkeypatch.setattr(
-            module, "compiled_for_cuda", lambda text, **_: Emulated(compile_cuda, text)
-        )
+        monkeypatch.setattr(module, "CudaKernel", lambda text, **_: Emulated(compile_cuda, text))
 
 
 @pytest.mark.usefixtures("emulated")

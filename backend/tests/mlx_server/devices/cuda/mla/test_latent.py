@@ -110,7 +110,7 @@ def on_cpu(compile_cuda, monkeypatch) -> Callable:
     def compiled(text: KernelSource, **_) -> Emulated:
         return Emulated(compile_cuda, text)
 
-    monkeypatch.setattr(latent, "compiled_for_cuda", compiled)
+    monkeypatch.setattr(latent, "CudaKernel", compiled)
     return compiled
 
 

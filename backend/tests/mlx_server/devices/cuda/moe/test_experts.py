@@ -11,7 +11,7 @@ from devices.cuda.matmul.devices import H200, RTX4090
 from devices.cuda.matmul.halves import bits, gated, in_packs, rounded
 from thorough import ALL, slow
 
-from mlx_manager.mlx_server.devices import kernel
+from mlx_manager.mlx_server.devices.cuda.compiler import launch
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     LEAST,
     Activation,
@@ -564,7 +564,7 @@ def test_kernels_of_experts_are_given_what_their_sources_name(monkeypatch, rows,
 
         return launch
 
-    monkeypatch.setattr(kernel, "compiled_for_cuda", compiled)
+    monkeypatch.setattr(launch, "CudaKernel", compiled)
     numbers = mx.ones(16)
     own = {"router_norm": mx.ones(256, BF16), "router_bias": numbers, "scales": numbers + 1}
     experts = replace(experts_of(), correction=numbers + 2, scoring=Scoring.SIGMOID, **own)

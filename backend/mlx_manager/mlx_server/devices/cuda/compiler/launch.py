@@ -1,0 +1,169 @@
+"""Kernels of ours on NVIDIA GPUs: compiled by `nvrtc`, launched by MLX."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import CompiledCode, nvrtc
+from mlx_manager.mlx_server.devices.cuda.graphs import architecture, cache_folder
+from mlx_manager.mlx_server.devices.kernel import KernelSource
+
+C = TypeVar("C", bound=Hashable)
+Types = tuple[tuple[mx.Dtype, ...], tuple[mx.Dtype, ...]]
+"""Types of a launch's inputs and outputs."""
+
+C_TYPES: dict[Any, str] = {
+    mx.bfloat16: "__nv_bfloat16",
+    mx.float16: "__half",
+    mx.float32: "float",
+    mx.int32: "int32_t",
+    mx.uint32: "uint32_t",
+    mx.uint8: "uint8_t",
+}
+
+PREAMBLE = """#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+typedef signed char int8_t;
+typedef short int16_t;
+typedef int int32_t;
+typedef long int64_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long uint64_t;
+"""
+"""Declarations before each kernel. NVRTC has no <cstdint>."""
+
+OLDEST_WITH_OWN_CODE = 90
+"""First architecture whose newest instructions are for that architecture alone: sm_90a."""
+
+
+class CudaKernel:
+    """A kernel that is called as those of `mx.fast.cuda_kernel` are.
+
+    Code is compiled for the types of a launch when they first come. In the source,
+    `NAME_shape[I]` is a dimension of the input NAME.
+    """
+
+    def __init__(self, source: KernelSource, *, ensure_row_contiguous: bool = True) -> None:
+        self._source = source
+        self._contiguous = ensure_row_contiguous
+        self._dimensions = dimensions(source)
+        self._codes: dict[Types, tuple[str, bytes]] = {}
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        """Return the outputs, not evaluated. grid: threads in each direction.
+
+        Raises:
+            RuntimeError: the kernel does not compile for these types; says why.
+        """
+        types = tuple(array.dtype for array in inputs), tuple(output_dtypes)
+        code = self._codes.get(types)
+        if code is None:
+            code = self._codes[types] = self._compiled(types)
+        name, cubin = code
+        return mx.fast.precompiled_cuda_kernel(
+            name=name,
+            compiled_source=cubin,
+            inputs=inputs,
+            output_shapes=output_shapes,
+            output_dtypes=output_dtypes,
+            scalars=[inputs[place].shape[axis] for place, axis in self._dimensions],
+            grid=grid,
+            threadgroup=threadgroup,
+            shared_memory=self._source.shared_memory,
+            ensure_row_contiguous=self._contiguous,
+        )
+
+    def _compiled(self, types: Types) -> tuple[str, bytes]:
+        name, text = text_of(self._source, types)
+        return name, compiled_code().of(text, target())
+
+
+class CudaKernels:
+    """Kernels for one type of numbers, each made on first use."""
+
+    def __init__(self, dtype: mx.Dtype) -> None:
+        self._dtype = dtype
+        self._kernels: dict[tuple[object, Hashable], CudaKernel] = {}
+
+    def __call__(self, text: Callable[[mx.Dtype, C], KernelSource], constants: C) -> CudaKernel:
+        """Return the kernel. text: function that returns its source for a type and constants."""
+        key = (text, constants)
+        if key not in self._kernels:
+            self._kernels[key] = CudaKernel(text(self._dtype, constants))
+        return self._kernels[key]
+
+
+def dimensions(source: KernelSource) -> list[tuple[int, int]]:
+    """Return the dimensions that the kernel's body reads: an input's place, and its axis."""
+    found = []
+    for place, name in enumerate(source.inputs):
+        axes = re.findall(rf"\b{name}_shape\[(\d+)\]", source.body)
+        found += [(place, axis) for axis in sorted(set(map(int, axes)))]
+    return found
+
+
+def text_of(source: KernelSource, types: Types) -> tuple[str, str]:
+    """Return the name of the kernel for these types, and its text in CUDA C++.
+
+    Parameters: pointers to the inputs, to the outputs, then the dimensions that the body reads.
+    """
+    inputs, outputs = types
+    parameters = [
+        *(f"const {C_TYPES[t]}* {n}" for n, t in zip(source.inputs, inputs, strict=True)),
+        *(f"{C_TYPES[t]}* {n}" for n, t in zip(source.outputs, outputs, strict=True)),
+    ]
+    body = source.body
+    for place, axis in dimensions(source):
+        shape = f"{source.inputs[place]}_shape"
+        parameters.append(f"int {shape}_{axis}")
+        body = re.sub(rf"\b{shape}\[{axis}\]", f"{shape}_{axis}", body)
+    bounds = "" if source.bounds is None else f"__launch_bounds__{source.bounds} "
+    text = (
+        f"{PREAMBLE}{source.header}"
+        f'extern "C" __global__ void {bounds}NAME({", ".join(parameters)}) {{\n{body}\n}}\n'
+    )
+    # MLX keeps a kernel by its name alone, so the name must change with the text.
+    name = f"{source.name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return name, text.replace("void " + bounds + "NAME(", f"void {bounds}{name}(")
+
+
+@cache
+def compiled_code() -> CompiledCode:
+    """Return the code that is kept in the user's cache.
+
+    Raises:
+        RuntimeError: there is no compiler.
+    """
+    try:
+        folder = cache_folder() / "kernels"
+    except RuntimeError:
+        # There is no home to keep anything in.
+        folder = None
+    return CompiledCode(nvrtc(), folder)
+
+
+@cache
+def target() -> str:
+    """Return the architecture that code is compiled for: "sm_80", "sm_90a".
+
+    Raises:
+        OSError, RuntimeError: there is no NVIDIA GPU.
+    """
+    name = architecture()
+    return f"{name}a" if int(name.removeprefix("sm_")) >= OLDEST_WITH_OWN_CODE else name
