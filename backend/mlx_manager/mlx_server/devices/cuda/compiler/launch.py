@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
+from mlx_manager.mlx_server.devices.cuda.compiler.fatbin import fatbin
 from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import CompiledCode, nvrtc
 from mlx_manager.mlx_server.devices.cuda.graphs import architecture, cache_folder
 from mlx_manager.mlx_server.devices.kernel import KernelSource
@@ -155,7 +156,7 @@ def compiled_code() -> CompiledCode:
     except RuntimeError:
         # There is no home to keep anything in.
         folder = None
-    return CompiledCode(nvrtc(), folder)
+    return CompiledCode(nvrtc(), folder, fatbin())
 
 
 @cache

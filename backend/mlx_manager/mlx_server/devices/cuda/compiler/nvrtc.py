@@ -17,8 +17,10 @@ import tempfile
 import time
 from contextlib import suppress
 from functools import cache, cached_property
-from importlib.util import find_spec
 from pathlib import Path
+
+from mlx_manager.mlx_server.devices.cuda.compiler.fatbin import Fatbin
+from mlx_manager.mlx_server.devices.cuda.compiler.packages import folders_of
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
 """Names of the library that MLX's builds for CUDA are linked with."""
 HEADERS = ("nvidia/cu13/include", "nvidia/cuda_runtime/include", "mlx/include/cccl")
 """Folders of CUDA's headers in installed packages."""
-HEADERS_OF_TOOLKIT = "/usr/local/cuda"
+TOOLKIT = "/usr/local/cuda"
 
 POINTER, INT = ctypes.c_void_p, ctypes.c_int
 SIGNATURES = {
@@ -102,12 +104,13 @@ class NVRTC:
 class CompiledCode:
     """Machine code on disk, by its text, compiler and architecture.
 
-    folder: folder of the files; None to keep nothing.
+    folder: folder of the files; None to keep nothing. fatbin: compresses code, if there is one.
     """
 
-    def __init__(self, compiler: NVRTC, folder: Path | None) -> None:
+    def __init__(self, compiler: NVRTC, folder: Path | None, fatbin: Fatbin | None = None) -> None:
         self._compiler = compiler
         self._folder = folder
+        self._fatbin = fatbin
 
     def of(self, text: str, architecture: str) -> bytes:
         """Return the code of `text`, compiled unless it is on disk.
@@ -115,12 +118,15 @@ class CompiledCode:
         Raises:
             RuntimeError: the text does not compile; says why.
         """
-        parts = (self._compiler.version, architecture, text)
+        kind = "cubin" if self._fatbin is None else "fatbin"
+        parts = (kind, self._compiler.version, architecture, text)
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         code = self._read(key)
         if code is None:
             begun = time.perf_counter()
             code = self._compiler.compile(text, architecture)
+            if self._fatbin is not None:
+                code = self._fatbin.compressed(code, architecture)
             log.debug("A kernel was compiled in %.0f ms", 1000 * (time.perf_counter() - begun))
             self._write(key, code)
         return code
@@ -171,15 +177,5 @@ def nvrtc() -> NVRTC:
 def include_folders() -> tuple[Path, ...]:
     """Return the folders of CUDA's headers: those of packages, then those of a toolkit."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    toolkits = [Path(home) / "include" for home in (*homes, HEADERS_OF_TOOLKIT) if home]
-    packages = [
-        Path(place) / rest
-        for package, _, rest in (folder.partition("/") for folder in HEADERS)
-        for place in _places(package)
-    ]
-    return tuple(folder for folder in (*packages, *toolkits) if folder.is_dir())
-
-
-def _places(package: str) -> list[str]:
-    spec = find_spec(package)
-    return [] if spec is None else list(spec.submodule_search_locations or ())
+    toolkits = [Path(home) / "include" for home in (*homes, TOOLKIT) if home]
+    return (*folders_of(HEADERS), *(folder for folder in toolkits if folder.is_dir()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nvidia_compiler import HOPPER, installed_nvrtc
+from nvidia_compiler import HOPPER, installed_fatbin, installed_nvrtc
 
 from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import (
     NVRTC,
@@ -14,6 +14,8 @@ from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import (
 )
 
 TEXT = 'extern "C" __global__ void one(float* out) { out[0] = 1; }\n'
+STEPS = "".join(f"if (out[{n}] > {n}) out[{n}] = {n + 1};\n" for n in range(200))
+LONG = f'extern "C" __global__ void long_one(float* out) {{\n{STEPS}}}\n'
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +91,12 @@ def test_a_toolkit_that_the_owner_names_gives_its_headers(tmp_path: Path, monkey
     (tmp_path / "include").mkdir()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert tmp_path / "include" in include_folders()
+
+
+def test_code_is_kept_compressed_where_there_is_nvidia_s_library(
+    compiler: NVRTC, tmp_path: Path
+) -> None:
+    plain = CompiledCode(compiler, tmp_path).of(LONG, HOPPER)
+    small = CompiledCode(compiler, tmp_path, installed_fatbin()).of(LONG, HOPPER)
+    assert len(small) < len(plain) / 2
+    assert len(stored(tmp_path)) == 2
