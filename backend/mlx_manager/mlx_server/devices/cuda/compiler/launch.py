@@ -16,7 +16,7 @@ from mlx_manager.mlx_server.devices.cuda.graphs import architecture, cache_folde
 from mlx_manager.mlx_server.devices.kernel import KernelSource
 
 C = TypeVar("C", bound=Hashable)
-Types = tuple[tuple[mx.Dtype, ...], tuple[mx.Dtype, ...]]
+Types = tuple[Sequence[mx.Dtype], Sequence[mx.Dtype]]
 """Types of a launch's inputs and outputs."""
 
 C_TYPES: dict[Any, str] = {
@@ -48,15 +48,17 @@ OLDEST_WITH_OWN_CODE = 90
 class CudaKernel:
     """A kernel that is called as those of `mx.fast.cuda_kernel` are.
 
-    Code is compiled for the types of a launch when they first come. In the source,
-    `NAME_shape[I]` is a dimension of the input NAME.
+    Code is compiled for the types of a launch when they differ from those of the launch before. In
+    the source, `NAME_shape[I]` is a dimension of the input NAME.
     """
 
     def __init__(self, source: KernelSource, *, ensure_row_contiguous: bool = True) -> None:
         self._source = source
         self._contiguous = ensure_row_contiguous
         self._dimensions = dimensions(source)
-        self._codes: dict[Types, tuple[str, bytes]] = {}
+        self._types: Types = [], []
+        self._name = ""
+        self._code = b""
 
     def __call__(
         self,
@@ -72,14 +74,14 @@ class CudaKernel:
         Raises:
             RuntimeError: the kernel does not compile for these types; says why.
         """
-        types = tuple(array.dtype for array in inputs), tuple(output_dtypes)
-        code = self._codes.get(types)
-        if code is None:
-            code = self._codes[types] = self._compiled(types)
-        name, cubin = code
+        types = [array.dtype for array in inputs], list(output_dtypes)
+        if types != self._types:
+            name, text = text_of(self._source, types)
+            self._code = compiled_code().of(text, target())
+            self._name, self._types = name, types
         return mx.fast.precompiled_cuda_kernel(
-            name=name,
-            compiled_source=cubin,
+            name=self._name,
+            compiled_source=self._code,
             inputs=inputs,
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
@@ -89,10 +91,6 @@ class CudaKernel:
             shared_memory=self._source.shared_memory,
             ensure_row_contiguous=self._contiguous,
         )
-
-    def _compiled(self, types: Types) -> tuple[str, bytes]:
-        name, text = text_of(self._source, types)
-        return name, compiled_code().of(text, target())
 
 
 class CudaKernels:

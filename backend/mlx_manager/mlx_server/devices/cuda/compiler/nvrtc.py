@@ -78,6 +78,7 @@ class NVRTC:
         try:
             options = [
                 f"--gpu-architecture={architecture}",
+                "--device-as-default-execution-space",
                 *(f"--include-path={folder}" for folder in self._includes),
             ]
             given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
