@@ -41,7 +41,8 @@ class EngineLimits:
     max_rows: sequences decoded together. max_waiting: requests queued beyond those.
     page_size: tokens a KV page. prefill_chunk: most prompt tokens processed in one step (None: by
     the device).
-    prefix_cache: unreferenced pages stay for reuse.
+    prefix_cache: unreferenced pages stay for reuse. image_cache: bytes of pictures' features that
+    are kept for reuse.
     """
 
     max_rows: int = Settings.max_rows
@@ -49,6 +50,7 @@ class EngineLimits:
     page_size: int = Settings.page_size
     prefill_chunk: int | None = None
     prefix_cache: bool = True
+    image_cache: int = int(Settings.image_cache_mb * 2**20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +333,12 @@ class MLXServerSettings(_Fields):
     @cached_property
     def engine(self) -> EngineLimits:
         return EngineLimits(
-            self.max_rows, self.max_waiting, self.page_size, self.prefill_chunk, self.prefix_cache
+            self.max_rows,
+            self.max_waiting,
+            self.page_size,
+            self.prefill_chunk,
+            self.prefix_cache,
+            int(self.image_cache_mb * 2**20),
         )
 
     @cached_property

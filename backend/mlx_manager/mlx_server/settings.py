@@ -155,6 +155,11 @@ class Memory:
         ge=16,
     )
     prefix_cache: bool = setting(True, "Reuse the KV pages of prompts that begin alike")
+    image_cache_mb: float = size(
+        512,
+        "Size limit of what a model has read of pictures and keeps for more questions about them; "
+        "the least recently used are removed",
+    )
 
 
 @dataclass

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from itertools import count
 
 from mlx_manager.mlx_server.core import Event, FinishReason, TextDelta, TokenLogprob
+from mlx_manager.mlx_server.engine.images import PromptImages
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.prefix import ROOT, Node
 from mlx_manager.mlx_server.engine.sampling import SamplerState
@@ -13,6 +15,7 @@ from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.stream import Sink
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.execution.attention.paged import Span
+from mlx_manager.mlx_server.execution.images import Features
 from mlx_manager.mlx_server.text.grammar.guide import Guide
 from mlx_manager.mlx_server.text.grammar.matchers import allows_more_than
 from mlx_manager.mlx_server.text.output_parser import OutputParser
@@ -35,9 +38,15 @@ class Sequence:
         owner: name of the owner that the row is counted for; owners share the engine evenly.
         request_id: identifies the request that the row belongs to.
         turn: prompt tokens before the last turn, which other prompts may begin with; 0 if unknown.
+        images: the prompt's pictures, if it has any.
 
     Attributes:
         tokens: prompt and drawn tokens, as far as the host knows them.
+        content: `tokens`, or the same with a number for a picture's content in each of its places.
+            Prompts that begin with equal content begin with the same pages.
+        runs: (first, behind the last) of the tokens that see all of their run.
+        features: those of pictures that are still to be computed, by digest.
+        ready: the first token behind `computed` whose picture's features are not there.
         computed: how many tokens' keys and values are in pages, or will be once the step under
             way is done.
         pending: tokens drawn on the device that the host has not read yet (lookahead).
@@ -73,9 +82,15 @@ class Sequence:
         owner: str = "",
         request_id: str = "",
         turn: int = 0,
+        images: PromptImages | None = None,
     ) -> None:
         self.key = next(_keys)
-        self.tokens = list(prompt)
+        self.tokens = self.content = list(prompt)
+        self.images = images
+        self.shift = 0 if images is None else images.shift
+        self.runs = () if images is None else images.runs
+        self.features: dict[str, Features] = {}
+        self.ready = sys.maxsize
         self.prompt_length = len(prompt)
         self.limit = limit
         self.stop_ids = stop_ids
@@ -127,6 +142,11 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
+    def blocked(self) -> bool:
+        """Return whether the next token is a picture's whose features are not there."""
+        return self.ready <= self.computed
+
+    @property
     def needs_host(self) -> bool:
         """Return whether the next draw depends on tokens that the host must have read."""
         return self.sampler.adjusted or self.guide is not None
@@ -140,11 +160,17 @@ class Sequence:
 
     def span(self, queries: int) -> Span:
         """Return the span of a step of `queries` tokens, which `computed` already counts."""
-        return Span(self.table, self.computed, queries)
+        if not self.runs:
+            return Span(self.table, self.computed, queries)
+        start = self.computed - queries
+        within = tuple(run for run in self.runs if run[0] < self.computed and start < run[1])
+        return Span(self.table, self.computed, queries, within)
 
     def append(self, token: int) -> None:
         """Append a token that was drawn, and set `outcome` if it ends the row."""
         self.tokens.append(token)
+        if self.content is not self.tokens:
+            self.content.append(token)
         sampler = self.sampler
         if sampler.penalised:
             sampler.advance(token)

@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
+import mlx.core as mx
+
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Admitted, RowStatus, TokenLogprob
 from mlx_manager.mlx_server.engine.admission import AdmissionControl
+from mlx_manager.mlx_server.engine.images import Tower
 from mlx_manager.mlx_server.engine.memory.accounts import EngineMemory
+from mlx_manager.mlx_server.engine.memory.line import Line
 from mlx_manager.mlx_server.engine.outputs import Outputs
+from mlx_manager.mlx_server.engine.pictures.pictures import Pictures
 from mlx_manager.mlx_server.engine.scheduler.prefill_budget import PrefillBudget
 from mlx_manager.mlx_server.engine.scheduler.prefixes import PagePrefixes
 from mlx_manager.mlx_server.engine.scheduler.schedule import Schedule
@@ -26,7 +31,12 @@ from mlx_manager.mlx_server.engine.step.clock import StepClock
 from mlx_manager.mlx_server.engine.step.pipeline import InPlace, LookAhead, Pipeline
 from mlx_manager.mlx_server.engine.step.runner import LaunchedStep, ModelRunner, SampledStep
 from mlx_manager.mlx_server.engine.stream import Outbox
-from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError, ServerNotReady
+from mlx_manager.mlx_server.errors import (
+    GenerationFailed,
+    InvalidRequest,
+    MLXManagerError,
+    ServerNotReady,
+)
 from mlx_manager.mlx_server.execution.forward import Forward
 from mlx_manager.mlx_server.text.grammar.guide import Masks
 from mlx_manager.mlx_server.utils.memory import Ledger
@@ -47,6 +57,10 @@ class TextEngine:
         size: what a step may take on; what it works on is in the ledger as `working:<name>`. None:
             by the limits, with nothing in the ledger.
         clock: returns seconds.
+        tower: reads pictures, if the model sees; their features are in the ledger as
+            `images:<name>`.
+        wake: called on another thread when the engine, which had no work, has some; None: the
+            engine has work while it waits for other threads.
 
     Raises:
         OutOfMemory: the ledger does not grant the bytes that a step works on.
@@ -62,6 +76,8 @@ class TextEngine:
         looks_ahead: bool,
         size: StepSize | None = None,
         clock: Callable[[], float] = perf_counter,
+        tower: Tower | None = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         size = size or StepSize(chunk_of(limits))
         self._forward = forward
@@ -75,6 +91,12 @@ class TextEngine:
         self._masks = Masks()
         self._statistics = Statistics()
         self._closed = False
+        # Nothing could be launched, and nothing has come since.
+        self._resting = False
+        self._pictures = None
+        if tower is not None:
+            line = Line(ledger, f"images:{name}")
+            self._pictures = Pictures(tower, line, limits.image_cache, wake)
         self._memory = EngineMemory(
             name,
             forward,
@@ -83,6 +105,7 @@ class TextEngine:
             ledger,
             disturb=self._clock.disturb,
             busy=self.has_work,
+            pictures=self._pictures,
         )
         self._budget = PrefillBudget(size, forward, self._memory.working)
         self._start_over()
@@ -95,6 +118,7 @@ class TextEngine:
             memory,
             self._prefixes(),
             SchedulerLimits(limits.max_rows, forward.horizon, forward.abreast, self._scored),
+            self._pictures,
         )
         self._admission = AdmissionControl(self._scheduler, memory, self._ledger, limits)
         self._outputs = Outputs(self._scheduler, self._outbox, self._masks, limits.page_size)
@@ -113,13 +137,17 @@ class TextEngine:
 
     def submit(self, sequence: Sequence) -> None:
         """Take a sequence on, or fail its stream with the reason."""
-        sequence.queued_at = self._clock.now()
+        sequence.queued_at, self._resting = self._clock.now(), False
         refusal: MLXManagerError | None
         if self._closed:
             refusal = ServerNotReady("The model has just been unloaded. Try again.")
+        elif sequence.images is not None and self._pictures is None:
+            refusal = InvalidRequest("This model does not see pictures.")
         else:
             refusal = self._admission.refusal(sequence)
         if refusal is None:
+            if sequence.images is not None and self._pictures is not None:
+                self._pictures.name(sequence)
             self._scheduler.submit(sequence)
         else:
             sequence.ended = True
@@ -128,6 +156,7 @@ class TextEngine:
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence that nobody reads any more; its row and pages are free at once."""
+        self._resting = False
         if not sequence.ended:
             self._outputs.end(sequence)
 
@@ -135,22 +164,45 @@ class TextEngine:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps queued on the device."""
-        return self._statistics.steps
+        """Return the number of steps queued on the device, and of a tower's slices."""
+        slices = 0 if self._pictures is None else self._pictures.slices
+        return self._statistics.steps + slices
 
     def has_work(self) -> bool:
-        return self._pipeline.busy or self._scheduler.queues.has_work or self._outputs.pending
+        busy = self._pipeline.busy or self._scheduler.queues.has_work or self._outputs.pending
+        return busy and not self._rests
+
+    @property
+    def _rests(self) -> bool:
+        """Return whether nothing can be done before other threads have read a picture."""
+        awaited = self._resting and self._pictures is not None and self._pictures.awaited
+        return awaited and not self._scheduler.queues.waiting
 
     def step(self) -> None:
         """Queue the next step, and read, parse and deliver the last one's tokens."""
         self._clock.begin()
         self._outputs.go_on()
         self._pipeline.turn()
+        if self._pictures is not None and self._pictures.busy:
+            self._see(self._pictures)
         self._note_times()
+        self._resting = not self._pipeline.busy and not self._outputs.pending
         if not self._pipeline.in_flight:
             self._clock.disturb()
             if not self._scheduler.queues.has_work:
                 self._memory.rest()
+
+    def _see(self, pictures: Pictures) -> None:
+        """Go on with the tower, which has the device to itself if there is no step."""
+        step = self._pipeline.last
+        if step is None:
+            self._clock.wait(lambda: pictures.advance(None))
+            return
+        # Slices are timed by themselves.
+        seconds = self._budget.pace.slack(step.load)
+        self._clock.wait(lambda: mx.eval(step.host_tokens.sent))
+        self._clock.wait(lambda: pictures.advance(seconds))
+        self._clock.disturb()
 
     def _note_times(self) -> None:
         on_host, step = self._clock.on_host, self._pipeline.last
@@ -192,6 +244,8 @@ class TextEngine:
             if not prefill.sequence.admitted_at:
                 prefill.sequence.admitted_at = self._clock.now()
                 self._outbox.put(prefill.sequence.stream, [Admitted()])
+            if self._pictures is not None:
+                self._pictures.passed(prefill.sequence)
         return launched
 
     def _idle(self, last: SampledStep | None) -> None:
@@ -255,8 +309,12 @@ class TextEngine:
             else GenerationFailed("The model failed while generating. The request can be retried.")
         )
         row, self._outputs.at_fault = self._outputs.at_fault, None
+        unseen = None if self._pictures is None else self._pictures.take_fault(error)
         if row is not None:
             self._outputs.end(row, failure)
+        elif unseen is not None:
+            for each in unseen[0]:
+                self._outputs.end(each, unseen[1])
         else:
             if not isinstance(error, MLXManagerError):
                 self._budget.take_smaller_steps(step.load for step in self._pipeline.under_way)

@@ -10,20 +10,40 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_manager.mlx_server.errors import GenerationFailed
 from mlx_manager.mlx_server.execution.base import Plain
 from mlx_manager.mlx_server.execution.caches import bytes_of, filled, kept_in
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Prefixes, Snapshot
+from mlx_manager.mlx_server.execution.images import Insertion, Sight, angles_in, tokens_of
+from mlx_manager.mlx_server.execution.module.shown import show
+
+
+class Alone:
+    """Pass of one row, as far as pictures go; see `Showing`."""
+
+    chunk = True
+
+    def __init__(self) -> None:
+        self.insertion: Insertion | None = None
+        self.angles: mx.array | None = None
+
+    def begin(self, insertion: Insertion | None, angles: mx.array | None) -> None:
+        self.insertion, self.angles = insertion, angles
 
 
 class AloneForward(Plain):
-    """Forward that runs each row by itself, over mlx-lm's own caches."""
+    """Forward that runs each row by itself, over mlx-lm's own caches. sight: of a model that
+    sees."""
 
     kind: ClassVar[str] = "alone"
     prefixes: Prefixes = "copy"
     attends_whole: bool = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sight: Sight | None = None) -> None:
         self._model = model
+        self._pass = Alone()
+        if sight is not None:
+            show(model, sight, self._pass)
         self._own: dict[int, list[Any]] = {}
         self.stores = []
         # Caches grow by `KVCache.step` tokens at a time. Windows, whose caches stop growing, are
@@ -38,10 +58,21 @@ class AloneForward(Plain):
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         logits = []
         if decode:
+            angles = angles_in(decode, [])
             for i, key in enumerate(decode.keys):
+                own = None if angles is None else mx.array(angles[i : i + 1])
+                self._pass.begin(None, own)
                 logits.append(self._row(key, decode.tokens[i : i + 1][None]))
         for chunk in chunks:
-            out = self._row(chunk.key, mx.array([chunk.tokens], mx.int32))
+            if chunk.span.runs:
+                raise GenerationFailed(
+                    "This model is run row by row, and cannot let a picture's tokens see the whole "
+                    "picture."
+                )
+            angles = chunk.angles
+            insertion = None if chunk.shown is None else Insertion(chunk.shown)
+            self._pass.begin(insertion, None if angles is None else mx.array(angles))
+            out = self._row(chunk.key, mx.array([tokens_of(chunk)], mx.int32))
             if chunk.every:
                 logits.append(out)
             elif chunk.final:

@@ -12,11 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.devices.metal.order import LaunchOrder
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.execution.attention.paged import Span
+from mlx_manager.mlx_server.execution.images import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,9 @@ class Chunk:
 
     A `final` chunk gives logits for the first token that follows the prompt. A chunk with `every`
     gives the logits of all its tokens.
+
+    shown: rows of pictures in place of tokens' embeddings. angles: (tokens,) or (3, tokens), the
+    positions by which the tokens are rotated; None: their places in the sequence.
     """
 
     key: int
@@ -32,6 +38,8 @@ class Chunk:
     tokens: list[int]
     final: bool
     every: bool = False
+    shown: Shown | None = None
+    angles: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +47,15 @@ class Decode:
     """The running rows of a step, each with one query.
 
     keys, tables: the rows' own, in order. lengths: of each row, its newest token included. tokens:
-    uint32, the rows' newest; entries after those mean nothing.
+    uint32, the rows' newest; entries after those mean nothing. shifts: added to each row's place
+    for the position by which it is rotated; empty where nothing is added to any.
     """
 
     keys: list[int]
     tables: list[PageTable]
     lengths: list[int]
     tokens: mx.array
+    shifts: Sequence[int] = ()
 
     @property
     def spans(self) -> list[Span]:

@@ -41,6 +41,8 @@ class DeviceBatch:
         table: (padded rows, n), the rows' pages. before: (padded rows,), tokens of each row before
             the next step, 0 for padding. splits: those of each kind of attention, made `age` steps
             ago. slots: one array, (padded rows,), each row's slot, if recurrent layers have slots.
+        shifts: one array, (padded rows,), added to each row's place for the position by which it is
+        rotated, if something is added to any.
     """
 
     keys: list[int]
@@ -50,6 +52,7 @@ class DeviceBatch:
     before: mx.array
     splits: Mapping[Any, Splits]
     slots: Sequence[mx.array]
+    shifts: Sequence[mx.array] = ()
     age: int = 0
 
     def padded(self, tokens: mx.array) -> mx.array:
@@ -85,12 +88,18 @@ class Running:
         self._slots = slots
         self.batch: DeviceBatch | None = None
 
-    def next(self, keys: list[int], tables: Sequence[PageTable], lengths: list[int]) -> DeviceBatch:
+    def next(
+        self,
+        keys: list[int],
+        tables: Sequence[PageTable],
+        lengths: list[int],
+        shifts: Sequence[int] = (),
+    ) -> DeviceBatch:
         """Return the rows of the next step. Its caller sets `before` of the result for the step
         after."""
         last = self.batch
         if last is None or last.keys != keys or lengths != [length + 1 for length in last.lengths]:
-            self.batch = self.begin(keys, tables, lengths)
+            self.batch = self.begin(keys, tables, lengths, shifts)
             return self.batch
         pages = sum(map(len, tables))
         if pages != last.pages:
@@ -102,9 +111,13 @@ class Running:
         return last
 
     def begin(
-        self, keys: list[int], tables: Sequence[PageTable], lengths: list[int]
+        self,
+        keys: list[int],
+        tables: Sequence[PageTable],
+        lengths: list[int],
+        shifts: Sequence[int] = (),
     ) -> DeviceBatch:
-        """Return a batch of these rows as if no step had come before."""
+        """Return a batch of these rows as if no step had come before. shifts: see `Decode`."""
         padded = self._padded(lengths)
         slots = self._slots(keys)
         with together():
@@ -116,6 +129,7 @@ class Running:
                 send(np.maximum(padded - 1, 0)),
                 self._plan(padded),
                 [send(self._padded(slots))] if slots else [],
+                [send(self._padded(shifts))] if len(shifts) else [],
             )
 
     def _table(self, tables: Sequence[PageTable]) -> mx.array:

@@ -34,6 +34,7 @@ from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.forward import FusedForward
 from mlx_manager.mlx_server.execution.decoder.joined import join
 from mlx_manager.mlx_server.execution.forward import Forward, NotApplicable
+from mlx_manager.mlx_server.execution.images import Sight
 from mlx_manager.mlx_server.execution.module.over_pages import GATHERING, OverPages
 from mlx_manager.mlx_server.execution.module.ragged import RaggedForward
 from mlx_manager.mlx_server.execution.module.separate import SeparateForward
@@ -47,9 +48,16 @@ log = logging.getLogger(__name__)
 
 class Choice(Protocol):
     """Function that chooses the way of running a model, in pages of so many tokens. doing: told
-    what is begun."""
+    what is begun. vision: of a model that sees."""
 
-    def __call__(self, model: nn.Module, page_size: int, *, doing: Doing = unheard) -> Forward: ...
+    def __call__(
+        self,
+        model: nn.Module,
+        page_size: int,
+        *,
+        doing: Doing = unheard,
+        vision: Sight | None = None,
+    ) -> Forward: ...
 
 
 def choose(  # noqa: PLR0917
@@ -63,11 +71,13 @@ def choose(  # noqa: PLR0917
     shorts: BuildShort = short.build,
     *,
     doing: Doing = unheard,
+    vision: Sight | None = None,
 ) -> Forward:
     """Return the first way of running `model` whose logits are those of its own forward pass.
 
     kernels, deltas, writers, latents, shorts: builders of a GPU's kernels; a CPU has none. compile:
-    compiles steps, where there are kernels. doing: told what is begun.
+    compiles steps, where there are kernels. doing: told what is begun. vision: of a model that
+    sees; what is compared are texts.
 
     Raises:
         ModelNotSupported: the model's own pass fails on this machine, or gives no numbers.
@@ -85,8 +95,9 @@ def choose(  # noqa: PLR0917
         deltas=deltas,
         latents=latents,
         shorts=shorts,
+        mrope=None if vision is None else vision.mrope,
     )
-    forward = _first_right(model, built, build, reference, compile, doing)
+    forward = _first_right(model, built, build, reference, compile, doing, vision)
     if forward.looks_ahead or mx.default_device() == mx.gpu:
         # Sampling kernels are compiled and checked here, not in the step of the first row that
         # draws.
@@ -104,17 +115,19 @@ def _first_right(  # noqa: PLR0917
     reference: Reference,
     compile: Compile,
     doing: Doing,
+    sight: Sight | None,
 ) -> Forward:
     page_size = reference.page_size
     if mx.default_device() == mx.gpu:
         shapes = list(attention_shapes(model, page_size))
         for shape in counted(doing, "kernels for prompts are checked", shapes):
             built.chunks(shape)
-    over = partial(_over_pages, model, page_size, compile)
+    over = partial(_over_pages, model, page_size, compile, sight=sight)
+    mrope = None if sight is None else sight.mrope
     others: list[Callable[[], Forward]] = [
         partial(over, Reading.PAGES, built),
         partial(over, Reading.HANDED_ON, built),
-        lambda: join(model, page_size),
+        lambda: join(model, page_size, mrope),
         partial(over, Reading.PAGES, None),
         partial(over, Reading.HANDED_ON, None),
         *(
@@ -146,7 +159,7 @@ def _first_right(  # noqa: PLR0917
         name,
         "; ".join(dict.fromkeys(reasons)),
     )
-    return AloneForward(model)
+    return AloneForward(model, sight)
 
 
 def _over_pages(
@@ -155,6 +168,8 @@ def _over_pages(
     compile: Compile,
     reading: Reading,
     kernels: KernelSet | None,
+    *,
+    sight: Sight | None,
 ) -> RaggedForward | SeparateForward:
     """Return the module over pages: all tokens in one pass if all that layers keep is on pages and
     attention reads it there, else rows and chunks apart.
@@ -164,10 +179,10 @@ def _over_pages(
     """
     if reading not in GATHERING:
         if None not in shapes_of(model):
-            return RaggedForward(model, page_size, reading, kernels, compile)
+            return RaggedForward(model, page_size, reading, kernels, compile, sight=sight)
         if reading is Reading.HANDED_ON:
             raise NotApplicable("layers that keep another state hand nothing on")
-    return SeparateForward(model, page_size, reading, kernels, compile)
+    return SeparateForward(model, page_size, reading, kernels, compile, sight=sight)
 
 
 def _compared(make: Callable[[], Forward], reference: Reference) -> Forward:

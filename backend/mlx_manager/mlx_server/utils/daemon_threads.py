@@ -89,6 +89,17 @@ class DaemonThreads:
         A caller that is cancelled withdraws a job that has not begun. key: the group of jobs that
         takes turns with others. waiting: ended when the caller is cancelled.
         """
+        outcome = self.submit(function, key)
+        try:
+            return await asyncio.wrap_future(outcome)
+        except asyncio.CancelledError:
+            if waiting is not None:
+                waiting.end()
+            raise
+
+    def submit(self, function: Callable[[], T], key: str = "") -> Future[T]:
+        """Run a function on one of these threads, and return its outcome, which may be cancelled
+        before the function has begun. key: as in `run`."""
         outcome: Future[T] = Future()
         context = copy_context()
 
@@ -109,12 +120,7 @@ class DaemonThreads:
         with self._lock:
             self._jobs.setdefault(key, deque()).append((outcome, job))  # type: ignore[arg-type]
         self._start()
-        try:
-            return await asyncio.wrap_future(outcome)
-        except asyncio.CancelledError:
-            if waiting is not None:
-                waiting.end()
-            raise
+        return outcome
 
     def _start(self) -> None:
         """Begin the next job on a thread of its own, if there is one and a thread is free."""

@@ -13,6 +13,7 @@ from mlx_manager.mlx_server.engine.memory.snapshots import SnapshotMemory
 from mlx_manager.mlx_server.engine.memory.states import StateMemory
 from mlx_manager.mlx_server.engine.memory.stores import Stores
 from mlx_manager.mlx_server.engine.memory.working import WorkingMemory
+from mlx_manager.mlx_server.engine.pictures.pictures import Pictures
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.execution.forward import Forward
@@ -34,6 +35,7 @@ class EngineMemory:
         ledger: asked before anything is taken.
         disturb: called when pages have been copied.
         busy: returns whether the engine has work.
+        pictures: what sees pictures, if something does.
 
     Raises:
         OutOfMemory: the ledger does not grant the bytes that a step works on.
@@ -49,6 +51,7 @@ class EngineMemory:
         *,
         disturb: Callable[[], None],
         busy: Callable[[], bool],
+        pictures: Pictures | None = None,
     ) -> None:
         pages, states, snapshots = (
             Line(ledger, f"{kind}:{name}") for kind in ("pages", "states", "snapshots")
@@ -70,6 +73,7 @@ class EngineMemory:
         self._forward = forward
         self._ledger = ledger
         self._busy = busy
+        self._pictures = pictures
         self._frees_at_once = devices.current().frees_at_once
         # The first step before which memory is given up again, while it is short.
         self._trim_at = 0
@@ -90,6 +94,8 @@ class EngineMemory:
         """Free what a sequence keeps besides pages."""
         self._forward.forget(sequence.key)
         self.states.leave(sequence)
+        if self._pictures is not None:
+            self._pictures.forget(sequence)
 
     @property
     def attainable_pages(self) -> int:
@@ -113,6 +119,7 @@ class EngineMemory:
             self._trim_at = step + STEPS_BETWEEN_TRIMS
             clear_cache()
             self.give_up_pages()
+            self._give_up_features(self._features)
         return pressure
 
     def trim(self, step: int) -> None:
@@ -145,9 +152,11 @@ class EngineMemory:
         self.pages.shrink(most)
 
     def drop_all(self) -> None:
-        """Drop all pages, states and snapshots."""
+        """Drop all pages, states, snapshots and features of pictures."""
         self.snapshots.line.record(0)
         self.states.clear()
+        if self._pictures is not None:
+            self._pictures.drop_all()
         self.pages.drop_all()
 
     def close(self) -> None:
@@ -156,7 +165,13 @@ class EngineMemory:
         self.working.close()
 
     def _relieve(self, lacking: int) -> None:
-        """Give up cached pages, and the free ones at the end of the stores."""
+        """Give up features of pictures, then cached pages, and the free ones at the end of the
+        stores."""
+        had = self._features
+        self._give_up_features(lacking)
+        lacking -= had - self._features
+        if lacking <= 0:
+            return
         if self.pages.line.reserving or self.states.line.reserving:
             self.snapshots.give_up(lacking)
         else:
@@ -165,4 +180,14 @@ class EngineMemory:
     def _spare(self) -> int:
         """Return the bytes that `_relieve` could give back."""
         ample = 0 if self._busy() else self.working.ample_bytes
-        return self.pages.removable_bytes + self.snapshots.line.nbytes + ample
+        kept = self.snapshots.line.nbytes + self._features
+        return self.pages.removable_bytes + kept + ample
+
+    @property
+    def _features(self) -> int:
+        """Bytes of pictures' features that no row holds."""
+        return 0 if self._pictures is None else self._pictures.cache.spare
+
+    def _give_up_features(self, lacking: int) -> None:
+        if self._pictures is not None:
+            self._pictures.cache.give_up(lacking)

@@ -34,7 +34,7 @@ class SnapshotMemory:
         size = self._pool.page_size
         # The pages that are found: where an equal one was known, not the row's own. Others may have
         # gone on from there.
-        known = self._pool.match(sequence.tokens)[: sequence.computed // size]
+        known = self._pool.match(sequence.content)[: sequence.computed // size]
         snapshot = self._forward.snapshot(sequence.key)
         if len(known) * size == sequence.computed and snapshot is not None:
             self._keep(known[-1], snapshot)

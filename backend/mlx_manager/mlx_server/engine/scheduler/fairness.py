@@ -77,6 +77,7 @@ class Fairness:
         return (
             self.shares.contested
             and not self._gave_way
+            and not sequence.blocked
             and bool(running)
             and all(
                 row.owner != sequence.owner and row.priority >= sequence.priority for row in running

@@ -130,6 +130,14 @@ class Pace:
             return None
         return self._prompts.of(_of_prompts(Load().with_chunk(0, tokens))) <= SHORT
 
+    def slack(self, load: Load) -> float:
+        """Return the seconds of other work beside a step of this load that leave running streams
+        their pace, or, where there are none, delay whoever comes by no more than a step may."""
+        if not load.rows:
+            return LONG
+        spent = self._prompts.of(_of_prompts(load)) if load.tokens else 0.0
+        return max((STRETCH - 1) * self._alone_time(load) - spent, 0.0)
+
     def budget(self, beginning: int, wanted: int = 0) -> Budget:
         """Return the budget of a step's prompts besides its rows.
 

@@ -53,7 +53,7 @@ class PagePrefixes:
         ahead = [other for other in prefilling if other.priority <= sequence.priority]
         return any(
             known * size < end < len(sequence.tokens)
-            and other.tokens[:end] == sequence.tokens[:end]
+            and other.content[:end] == sequence.content[:end]
             for other in [*ahead, *self._joining]
             for end in self._ends(other, known)
         )
@@ -84,7 +84,7 @@ class PagePrefixes:
     def _seen(self, sequence: Sequence) -> list[int]:
         """Return the pages of the longest prefix that others have computed."""
         reuse = self.reuse and not sequence.scores_prompt
-        return self._pool.match(sequence.tokens) if reuse else []
+        return self._pool.match(sequence.content) if reuse else []
 
     def _ends(self, other: Sequence, known: int) -> list[int]:
         """Return the numbers of tokens after which others can go on from a prompt under way."""
@@ -102,8 +102,8 @@ class PagePrefixes:
         if self.reuse:
             size = self._pool.page_size
             for start, page in sequence.full_pages(size):
-                tokens = sequence.tokens[start : start + size]
-                sequence.committed(self._pool.commit(sequence.node, tokens, page))
+                content = sequence.content[start : start + size]
+                sequence.committed(self._pool.commit(sequence.node, content, page))
 
     def join(self, sequence: Sequence) -> None:
         """Note that the next step completes a prompt."""

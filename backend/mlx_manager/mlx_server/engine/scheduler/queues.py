@@ -52,18 +52,20 @@ class Queues:
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """Return the prompt tokens still to be processed: of all prompts, and of the shortest."""
-        lengths = [prompt.remaining for prompt in self.prompts]
+        """Return the prompt tokens still to be processed: of all prompts, and of the shortest.
+        Prompts that wait for pictures are left out."""
+        lengths = [prompt.remaining for prompt in self.prompts if not prompt.blocked]
         return sum(lengths), min(lengths, default=0)
 
     def beginning(self, few: int, most: int) -> int:
         """Return the number of prompts that are worked on or could be, and of rows that have only
         just begun, after the first of these prompts was submitted: sequences that arrive together
-        have the same claim to a start.
+        have the same claim to a start. Prompts that wait for pictures are left out.
 
         few: most tokens that a row has drawn while it has just begun. most: most such rows.
         """
-        prompts = self.prompts
+        prefilling = [prompt for prompt in self.prefilling if not prompt.blocked]
+        prompts = [*prefilling, *self.waiting]
         if not prompts:
             return 0
         # Rows that have drawn all their tokens are as good as gone.
@@ -71,7 +73,7 @@ class Queues:
         free = max(self.max_rows - len(running) - len(self.prefilling), 0)
         first = min(prompt.submitted_at for prompt in prompts)
         begun = sum(row.drawn <= few and row.joined_at >= first for row in running)
-        return len(self.prefilling) + min(len(self.waiting), free) + min(begun, most)
+        return len(prefilling) + min(len(self.waiting), free) + min(begun, most)
 
     # -- moves ---------------------------------------------------------------------------------
 

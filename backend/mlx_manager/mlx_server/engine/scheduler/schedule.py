@@ -52,16 +52,32 @@ def chunk(
     """Return as much of the prompt as the budget of so many tokens allows.
 
     The chunk ends at `border` if it gets that far, or on the end of a page, unless it is final, or
-    is the first of its step and the budget is less than a page. None if the chunk would have to be
-    less than a page and is not the first.
+    is the first of its step and the budget is less than a page. It ends before the first picture
+    whose features are not there, and inside no run whose tokens see all of it: a run that is longer
+    than the budget is computed whole. None if the chunk would have to be less than a page and is
+    not the first, or would be empty.
     """
-    if border is not None and border <= sequence.computed + budget:
-        return Prefill(sequence, border - sequence.computed, final=False)
-    if sequence.remaining <= budget:
-        return Prefill(sequence, sequence.remaining, final=True)
-    end = sequence.computed + budget
-    if budget >= page_size:
-        end = end // page_size * page_size
-    elif not first:
+    computed, last = sequence.computed, min(sequence.ready, len(sequence.tokens))
+    end = computed + budget
+    if border is not None and border <= min(end, last):
+        end = border
+    elif end >= last:
+        end = last
+    elif budget >= page_size:
+        end = _outside_runs(sequence, end // page_size * page_size)
+    elif first:
+        end = _outside_runs(sequence, end)
+    else:
         return None
-    return Prefill(sequence, end - sequence.computed, final=False)
+    if end <= computed:
+        return None
+    return Prefill(sequence, end - computed, final=end == len(sequence.tokens))
+
+
+def _outside_runs(sequence: Sequence, end: int) -> int:
+    """Return where a chunk ends that would end at `end`: before a run that it would cut, or behind
+    it if it has nothing else."""
+    for start, behind in sequence.runs:
+        if start < end < behind:
+            return start if start > sequence.computed else behind
+    return end

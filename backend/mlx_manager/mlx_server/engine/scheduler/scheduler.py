@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.scheduler.fairness import Fairness
@@ -51,6 +52,14 @@ class SchedulerLimits:
     scored: int = sys.maxsize
 
 
+class Sight(Protocol):
+    """Pictures of sequences."""
+
+    def begin(self, sequence: Sequence) -> None:
+        """Find the features that an admitted sequence needs, or have them made."""
+        ...
+
+
 class Scheduler:
     """Owner of the queues and the pages, which chooses the work of each step.
 
@@ -59,6 +68,7 @@ class Scheduler:
         memory: makes more pages, and room for what rows keep besides.
         prefixes: the way in which prefixes are reused.
         limits: of each step.
+        pictures: what sees pictures, if something does.
 
     Attributes:
         closed: while it is set, who waits goes on waiting.
@@ -66,16 +76,24 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: PagePool, memory: Memory, prefixes: PagePrefixes, limits: SchedulerLimits
+        self,
+        pool: PagePool,
+        memory: Memory,
+        prefixes: PagePrefixes,
+        limits: SchedulerLimits,
+        pictures: Sight | None = None,
     ) -> None:
         self.queues = Queues(limits.max_rows)
         self.prefixes = prefixes
         self.closed = False
         self.pauses = 0
         self._limits = limits
+        self._pictures = pictures
         self._paging = Paging(pool, memory, limits.horizon)
         self._fairness = Fairness(self.queues, pool.pages_for, limits.abreast)
         self._steps = 0
+        # Keys of the prompts with a chunk in the last step.
+        self._chunked: set[int] = set()
 
     @property
     def tight(self) -> bool:
@@ -123,7 +141,8 @@ class Scheduler:
     def at_borders(self) -> Iterator[Sequence]:
         """Yield the prompts whose state is to be kept as the last step leaves it."""
         for sequence in self.queues.prefilling:
-            if sequence.computed in self.prefixes.borders(sequence):
+            chunked = sequence.key in self._chunked
+            if chunked and sequence.computed in self.prefixes.borders(sequence):
                 yield sequence
 
     # -- steps ---------------------------------------------------------------------------------
@@ -144,6 +163,7 @@ class Scheduler:
         self._paging.supply(self.queues.running, self._steps, self._pause_last)
         chosen = Schedule(self._fairness.turn(self._steps))
         self._prefill(chosen, budget)
+        self._chunked = {prefill.sequence.key for prefill in chosen.prefills}
         for row in chosen.rows:
             row.computed += 1
             row.stepped_at = self._steps
@@ -158,13 +178,15 @@ class Scheduler:
         """
         refused, gives_way, scored = None, False, self._limits.scored
         for sequence in self.queues.in_order(self._steps, self._fairness.shares):
+            if sequence.blocked:
+                continue
             if budget(chosen.load, sequence.computed) <= 0:
                 break
             # A prompt that has waited longest is not overtaken for ever by smaller ones.
             admits = not sequence.table and refused is None
             if admits and self._admit(sequence) is Admission.NO_ROOM:
                 refused = sequence
-            if not sequence.table:
+            if not sequence.table or sequence.blocked:
                 continue
             if not chosen.prefills and self._fairness.is_owed(sequence):
                 chosen.leave_rows_out()
@@ -212,6 +234,8 @@ class Scheduler:
             return Admission.NO_ROOM
         prefixes.adopt(sequence, prefix, pages)
         queues.admit(sequence)
+        if sequence.images is not None and self._pictures is not None:
+            self._pictures.begin(sequence)
         return Admission.ADMITTED
 
     def _pause(self, sequence: Sequence) -> None:

@@ -72,7 +72,7 @@ class SnapshotPrefixes(PagePrefixes):
             return
         size = self._pool.page_size
         for other in prompts[-LATELY_COME:]:
-            common = alike(sequence.tokens, other.tokens) // size * size
+            common = alike(sequence.content, other.content) // size * size
             for each in (sequence, other):
                 if each.computed <= common:
                     each.branches.add(common)

@@ -31,6 +31,12 @@ class Batch:
         return [row.table for row in self.rows]
 
     @cached_property
+    def shifts(self) -> list[int]:
+        """Shift of each row; empty if no row has one."""
+        shifts = [row.shift for row in self.rows]
+        return shifts if any(shifts) else []
+
+    @cached_property
     def sampling(self) -> SamplingBatch:
         return SamplingBatch([row.sampler for row in self.rows])
 

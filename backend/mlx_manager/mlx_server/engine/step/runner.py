@@ -117,7 +117,8 @@ class ModelRunner:
             tokens = last.tokens
         else:
             tokens = _newest(batch.rows, last)
-        return Decode(batch.keys, batch.tables, [row.computed for row in batch.rows], tokens)
+        lengths = [row.computed for row in batch.rows]
+        return Decode(batch.keys, batch.tables, lengths, tokens, batch.shifts)
 
 
 def _newest(rows: list[Sequence], last: SampledStep | None) -> mx.array:
@@ -141,4 +142,9 @@ def _chunk(prefill: Prefill) -> Chunk:
     start = sequence.computed - n
     tokens = sequence.tokens[start : start + n]
     every = sequence.scores_prompt and len(sequence.prompt_scores) < sequence.prompt_length - 1
-    return Chunk(sequence.key, sequence.span(n), tokens, prefill.final, every)
+    span, images = sequence.span(n), sequence.images
+    if images is None:
+        return Chunk(sequence.key, span, tokens, prefill.final, every)
+    shown = images.shown(start, start + n, sequence.features)
+    angles = images.angles_of(start, start + n)
+    return Chunk(sequence.key, span, tokens, prefill.final, every, shown, angles)

@@ -48,6 +48,7 @@ from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.devices.namespaces import namespaces_of
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore, Numbers, Sent
+from mlx_manager.mlx_server.execution.images import Insertion
 
 F = TypeVar("F")
 
@@ -68,12 +69,14 @@ class Span:
     """The part of one sequence that a step computes.
 
     table: the sequence's pages. length: tokens visible at its end, the step's own included.
-    queries: how many of those are the step's own.
+    queries: how many of those are the step's own. runs: (first, behind the last) of the places
+    whose tokens see all of their run; others see none that follows them.
     """
 
     table: PageTable
     length: int
     queries: int = 1
+    runs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ class Decoding:
     """
 
     def __init__(self, spans: Sequence[Span], page_size: int) -> None:
-        mine = list(takewhile(lambda span: span.queries <= FEW_QUERIES, spans))
+        mine = list(takewhile(lambda span: span.queries <= FEW_QUERIES and not span.runs, spans))
         self.spans = len(mine)
         self._lengths = _places(mine) + 1
         self._rows = np.repeat(np.arange(len(mine)), [span.queries for span in mine])
@@ -200,21 +203,33 @@ class StepPlan:
         page_size: tokens a page.
         padding: tokens after those of the spans, for kernels alone: they belong to no sequence, and
             are not stored.
+        angles: (tokens,) or (3, tokens), the positions by which the spans' tokens are rotated;
+            None: their places.
 
     Attributes:
         positions: (tokens,) int32, each token's place in its sequence; 0 for padding.
+        angles: `positions`, or the positions by which tokens are rotated where these are others.
         numbers: (tokens,) of the slots that the tokens' keys and values are written to; -1 for
             padding.
         slots: `numbers`, or a slice where the slots are neighbours.
     """
 
-    def __init__(self, spans: Sequence[Span], page_size: int, padding: int = 0) -> None:
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        page_size: int,
+        padding: int = 0,
+        angles: NDArray[np.int32] | None = None,
+    ) -> None:
         self.spans = spans
         self.page_size = page_size
         self.padding = padding
         places = _places(spans)
         slots = _slots(spans, places, page_size)
         self.positions = send(np.pad(places, (0, padding)))
+        self.angles = self.positions
+        if angles is not None:
+            self.angles = send(np.pad(angles, [(0, 0)] * (angles.ndim - 1) + [(0, padding)]))
         first = int(slots[0])
         neighbours = len(slots) == 1 or (
             int(slots[-1]) - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
@@ -236,6 +251,11 @@ class StepPlan:
     def longest(self) -> int:
         """Tokens visible at the end of the longest span."""
         return max(span.length for span in self.spans)
+
+    @cached_property
+    def sees_ahead(self) -> bool:
+        """True if some tokens see ones that follow them."""
+        return any(span.runs for span in self.spans)
 
     @cached_property
     def decoding(self) -> Decoding:
@@ -299,6 +319,7 @@ class StepPlan:
 
     def _single(self, span: Span, start: int, window: int | None) -> Group:
         seen_from = 0 if window is None else max(0, span.length - span.queries - window + 1)
+        seen_from = min([seen_from, *(first for first, _ in span.runs)])
         from_page = seen_from // self.page_size
         base = from_page * self.page_size
         pages = span.table.pages[from_page : -(-span.length // self.page_size)]
@@ -346,6 +367,9 @@ class StepPlan:
         sees a key."""
         keys = self.table.array.shape[1] * self.page_size
         queries = self.spans[0].queries
+        if self.sees_ahead:
+            # Such a plan is of one chunk.
+            return mx.array(_visible(self.spans[0], 0, keys, window))[None, None]
         ends = mx.array([s.length for s in self.spans], mx.int32)[:, None, None, None]
         here = ends - queries + mx.arange(queries)[:, None]
         places = mx.arange(keys)
@@ -392,26 +416,33 @@ class RowsPlan:
 
     A graph that is put together by this plan is right for all steps of the same kind that follow.
 
-    positions: (rows,) int32, those of the newest tokens. numbers: those tokens' slots; -1 for
-    padding.
+    positions: (rows,) int32, those of the newest tokens. angles: `positions`, or those by which the
+    tokens are rotated where these are others. numbers: those tokens' slots; -1 for padding.
     """
 
     positions: mx.array
+    angles: mx.array
     numbers: Sent
     decoding: DecodingRows
 
     @staticmethod
     def of(
-        before: mx.array, table: mx.array, cuts: Mapping[ReadBy, Splits], page_size: int
+        before: mx.array,
+        table: mx.array,
+        cuts: Mapping[ReadBy, Splits],
+        page_size: int,
+        shifts: Sequence[mx.array] = (),
     ) -> RowsPlan:
         """Return the plan of a decode step of these rows.
 
         before: (rows,) int32, the rows' lengths without their newest tokens, 0 for padding. table:
-        (rows, n), the rows' pages. cuts: the splits of each kind of attention.
+        (rows, n), the rows' pages. cuts: the splits of each kind of attention. shifts: see
+        `DeviceBatch`.
         """
         lengths = mx.where(before > 0, before + 1, 0)
         numbers = Sent(newest_slots(lengths, table, page_size))
-        return RowsPlan(before, numbers, DecodingRows(table, lengths, cuts))
+        angles = sum(shifts, before)
+        return RowsPlan(before, angles, numbers, DecodingRows(table, lengths, cuts))
 
     @property
     def chunked(self) -> None:
@@ -440,12 +471,31 @@ class Pass:
     """The forward pass under way, seen by all layers.
 
     chunk: whether the pass is one sequence's chunk, (1, tokens), instead of ragged, (tokens, 1).
+    insertion: rows of pictures, if there are any.
     readers: the kernels of each kind of attention that has run in any pass.
     """
 
     plan: StepPlan | RowsPlan | None = None
     chunk: bool = False
+    insertion: Insertion | None = None
     readers: dict[ReadBy, PagedKernels] = field(default_factory=dict)
+
+    def begin(
+        self,
+        plan: StepPlan | RowsPlan,
+        insertion: Insertion | None = None,
+        *,
+        chunk: bool = False,
+    ) -> None:
+        """Begin another pass."""
+        self.plan, self.insertion, self.chunk = plan, insertion, chunk
+
+    @property
+    def angles(self) -> mx.array | None:
+        """Positions by which tokens are rotated, (tokens,) or (3, tokens), if they are others than
+        the tokens' places."""
+        plan = self.plan
+        return None if plan is None or plan.angles is plan.positions else plan.angles
 
 
 class PagedLayer:
@@ -557,7 +607,7 @@ class PagedLayer:
             shape = self.store.attention(queries.shape[1])
             if (shape, window) not in self._pass.readers:
                 self._pass.readers[shape, window] = self.store.kernels[shape]
-        if self.chunk and self.store.kernels is not None:
+        if self.chunk and self.store.kernels is not None and not self._spans.sees_ahead:
             by_token = queries.transpose(2, 1, 0, 3)
             out = attend(by_token, self.store, self.plan, scale, window, sinks)
             return out.transpose(2, 1, 0, 3)
@@ -648,28 +698,27 @@ def _attend_with(  # noqa: PLR0917
         )
     if chunked is None:
         return parts
-    match kernels.chunks(shape):
-        case Unsupported():
-            # The launch that made the queries may also have written the pages: read after it.
-            store.read_after(queries)
-            groups = of_spans(plan).groups(window, decoding=False)
-            parts += [
-                _attend_group(queries, group, store, scale, sinks, softcap) for group in groups
-            ]
-        case tiler:
-            out = tiler.attend(
-                queries[decoding.queries :],
-                store.keys,
-                store.values,
-                chunked.table,
-                chunked.plan(tiler, window),
-                store.written,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-            )
-            parts.append(out)
+    tiler = kernels.chunks(shape)
+    if isinstance(tiler, Unsupported) or of_spans(plan).sees_ahead:
+        # Kernels know of no tokens that see ahead. The launch that made the queries may also have
+        # written the pages: read after it.
+        store.read_after(queries)
+        groups = of_spans(plan).groups(window, decoding=False)
+        parts += [_attend_group(queries, group, store, scale, sinks, softcap) for group in groups]
+        return parts
+    out = tiler.attend(
+        queries[decoding.queries :],
+        store.keys,
+        store.values,
+        chunked.table,
+        chunked.plan(tiler, window),
+        store.written,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    parts.append(out)
     return parts
 
 
@@ -858,8 +907,22 @@ def _mask(span: Span, base: int, window: int | None) -> mx.array | str | None:
 
     The mask is None for a query that sees all of them, "causal", or bool (queries, keys).
     """
+    if span.runs:
+        return mx.array(_visible(span, base, span.length, window))
     if window is None or span.length - base <= window:
         return None if span.queries == 1 else "causal"
+    return mx.array(_visible(span, base, span.length, window))
+
+
+def _visible(span: Span, first: int, behind: int, window: int | None) -> NDArray[np.bool_]:
+    """Return whether each query sees each of the places from `first` to `behind`, (queries,
+    places)."""
     here = np.arange(span.length - span.queries, span.length)[:, None]
-    places = np.arange(base, span.length)
-    return mx.array((places <= here) & (places > here - window))
+    places = np.arange(first, behind)
+    visible = places <= here
+    if window is not None:
+        visible &= places > here - window
+    for start, end in span.runs:
+        # Also beyond the window: transformers joins both masks with "or".
+        visible |= (start <= here) & (here < end) & (start <= places) & (places < end)
+    return visible

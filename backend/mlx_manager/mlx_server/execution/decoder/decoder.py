@@ -57,6 +57,7 @@ from mlx_manager.mlx_server.execution.decoder.layers import (
     Step,
     Store,
 )
+from mlx_manager.mlx_server.execution.images import MRope
 from mlx_manager.mlx_server.execution.pieces import Pieces
 from mlx_manager.mlx_server.execution.spec.decoder import DecoderSpec
 from mlx_manager.mlx_server.execution.spec.layers import (
@@ -152,15 +153,16 @@ class FusedDecoder:
         deltas: BuildDelta = recurrent.build,
         latents: BuildLatents = gpu.build_latents,
         shorts: BuildShort = short.build,
+        mrope: MRope | None = None,
     ) -> FusedDecoder | Unsupported:
         """Return the fused form of `model`, an mlx-lm module on the MLX thread, or the reason why
-        there is none.
+        there is none. mrope: the axes of its positions, if there are several.
 
         From here on the module's projections of q, k and v, and of gate and up, share memory with
         the joined ones, a layer at a time. Nothing has been compared yet: see `check`.
         """
         try:
-            spec = DecoderSpec.of(model, page_size)
+            spec = DecoderSpec.of(model, page_size, mrope)
             parts = _Parts.build(spec, kernels, deltas, latents, shorts)
             return _build(spec, parts, products, compile, openings)
         except NotFusable as reason:
@@ -177,6 +179,11 @@ class FusedDecoder:
             cuts[None] = kernels.plan(lengths)
         return cuts
 
+    @property
+    def by_axes(self) -> bool:
+        """Return whether positions have several axes (M-RoPE)."""
+        return any(rotation.axes is not None for rotation in self._open.rotations)
+
     def is_far(self, lengths: Sequence[int]) -> bool:
         """Return whether a step of rows with so many tokens is `far`."""
         return self.far_from is not None and max(lengths) > self.far_from
@@ -191,6 +198,7 @@ class FusedDecoder:
         kind = (
             step.table.shape,
             step.far,
+            len(step.shifts),
             *((cut.work, cut.divided, cut.blocks) for cut in step.splits.values()),
         )
         found: Stepped = self._kinds.run(kind, partial(self._run, _cuts(step)), *_arrays(step))
@@ -254,8 +262,10 @@ class FusedDecoder:
         kind, and the graph repeated: that takes the host half as long as putting together all
         layers.
         """
-        rotations = [rotation(step.plan.positions) for rotation in self._open.rotations]
-        hidden = self._open.embed(step.tokens)
+        rotations = [rotation(step.plan.angles) for rotation in self._open.rotations]
+        hidden, insertion = self._open.embed(step.tokens), step.insertion
+        if insertion is not None:
+            hidden = insertion.into(hidden, self._open.scale)
         per_layer_inputs = self._open.of_layers(step.tokens, hidden)
         at_a_time, pieces_ahead = self._ahead(step.tokens.size, self._expanded_bytes(step.plan))
         pieces = Pieces(pieces_ahead, before)
@@ -269,6 +279,8 @@ class FusedDecoder:
             run, rotation = compiled[layer.kind], rotations[layer.rotation]
             own = _own(per_layer_inputs, number)
             hidden, store.written = run(hidden, rotation, own, layer.arrays, store.arrays)
+            if insertion is not None:
+                hidden = insertion.added(number, hidden)
             if (number + 1) % at_a_time == 0:
                 pieces.add(hidden)
         last = hidden if step.wanted is None else hidden[step.wanted]
@@ -350,8 +362,9 @@ class FusedDecoder:
         pools: Sequence[Sequence[mx.array]],
         items: Sequence[mx.array],
         slots: Sequence[mx.array],
+        shifts: Sequence[mx.array],
     ) -> Stepped:
-        step = _step(cuts, tokens, before, table, pools, items, slots)
+        step = _step(cuts, tokens, before, table, pools, items, slots, shifts)
         hidden, shared = self._opened(step)
         heads: mx.array | None = None
         for number, layer in enumerate(self._layers):
@@ -362,7 +375,7 @@ class FusedDecoder:
         return self._ending(hidden), shared.following
 
     def _opened(self, step: Step) -> tuple[mx.array, Shared]:
-        hidden, shared = self._open(step.tokens, step.before)
+        hidden, shared = self._open(step.tokens, step.before, step.shifts)
         for shape in self._latents:
             shared = shared.with_slots(step.table, shape.page_size)
         return hidden, shared
@@ -396,7 +409,8 @@ def _cuts(step: Step) -> Cuts:
 
 def _arrays(step: Step) -> tuple[Any, ...]:
     items = [cut.items for cut in step.splits.values()]
-    return step.tokens, step.before, step.table, step.pools, items, list(step.slots)
+    more = list(step.slots), list(step.shifts)
+    return step.tokens, step.before, step.table, step.pools, items, *more
 
 
 def _step(  # noqa: PLR0917
@@ -407,13 +421,14 @@ def _step(  # noqa: PLR0917
     pools: Sequence[Sequence[mx.array]],
     items: Sequence[mx.array],
     slots: Sequence[mx.array],
+    shifts: Sequence[mx.array],
 ) -> Step:
     windows, far = cuts
     splits = {
         window: Splits(array, divided, blocks)
         for (window, divided, blocks), array in zip(windows, items, strict=True)
     }
-    return Step(tokens, before, table, pools, splits, slots, far)
+    return Step(tokens, before, table, pools, splits, slots, far, shifts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class FusedForward(OnPages):
             )
             return logits
         self._pieces = Pieces()
-        batch = self._running.next(decode.keys, decode.tables, decode.lengths)
+        batch = self._running.next(decode.keys, decode.tables, decode.lengths, decode.shifts)
         tokens = batch.padded(order.after(decode.tokens))
         logits, batch.before = self._decoder.run(self._step(tokens, batch))
         return logits
@@ -175,10 +175,12 @@ class FusedForward(OnPages):
             tables = [PageTable([0] * (length // size))] * rows
             # All rows have one key, whose state is dropped in the end.
             decode = Decode([chunk.key] * rows, tables, [length] * rows, tokens)
-            batch = self._running.begin(decode.keys, decode.tables, decode.lengths)
-            step = self._step(tokens, batch)
+            own = decode.keys, decode.tables, decode.lengths
+            step = self._step(tokens, self._running.begin(*own))
             mx.eval(self._decoder.launches(step))
             mx.eval(self._decoder.launches_compiled(step))
+            if self._decoder.by_axes and rows == 1:
+                mx.eval(self._decoder.launches(self._step(tokens, self._running.begin(*own, [1]))))
             if most > 1:
                 self._prompted(decode, chunk)
         if most == 1:
@@ -232,7 +234,8 @@ class FusedForward(OnPages):
             for store in self._of_layers
         ]
         far = self._decoder.is_far(batch.lengths)
-        return Step(tokens, batch.before, batch.table, pools, batch.splits, batch.slots, far)
+        own = (batch.slots, far, batch.shifts)
+        return Step(tokens, batch.before, batch.table, pools, batch.splits, *own)
 
 
 def _no_slots(_: Sequence[int]) -> list[int]:

@@ -22,11 +22,12 @@ from mlx_manager.mlx_server.execution.attention.paged import StepPlan, attend
 from mlx_manager.mlx_server.execution.base import ABREAST_ON_CPU, OnPages, shortest_first
 from mlx_manager.mlx_server.execution.decoder.layers import Block
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, NotApplicable
+from mlx_manager.mlx_server.execution.images import MRope
 from mlx_manager.mlx_server.execution.spec.decoder import DecoderSpec
 from mlx_manager.mlx_server.execution.spec.layers import AttentionSpec, QueryScaling
 from mlx_manager.mlx_server.execution.spec.mlps import MLPSpec
 from mlx_manager.mlx_server.execution.spec.parts import NotFusable
-from mlx_manager.mlx_server.execution.spec.rotation import Rotation
+from mlx_manager.mlx_server.execution.spec.rotation import Rotation, by_axes
 from mlx_manager.mlx_server.execution.step import RaggedStep
 
 ByParts = Callable[..., mx.array]
@@ -86,6 +87,9 @@ class HeadRotation:
             pair, partner, first = places % half, (places + half) % dims, places < half
         turn = np.zeros((dim, dim), np.float32)
         turn[partner, places] = np.where(first, -1, 1)
+        axes = np.zeros(dim, np.int32)
+        if rotation.axes is not None:
+            axes[:dims] = rotation.axes[pair]
         frequencies = np.zeros(dim, np.float32)
         frequencies[:dims] = np.array(rotation.frequencies)[pair]
         amplitudes = np.ones(dim, np.float32)
@@ -95,16 +99,20 @@ class HeadRotation:
         self._amplitudes = None if rotation.amplitude == 1.0 else mx.array(amplitudes)
         self._shape = shape
         self._query_scaling = query_scaling
-        mx.eval(self.turn, self._frequencies)
+        self._axes = None if rotation.axes is None else mx.array(axes)
+        mx.eval(self.turn, self._frequencies, self._axes)
 
-    def __call__(self, positions: mx.array) -> Turns:
-        """Return the rotation of tokens at `positions`, (tokens,)."""
-        angles = positions.astype(mx.float32)[:, None, None] * self._frequencies
+    def __call__(self, plan: StepPlan) -> Turns:
+        """Return the rotation of a step's tokens."""
+        turning = by_axes(plan.angles, self._axes).astype(mx.float32)
+        angles = turning[:, None] * self._frequencies
         cosines, sines = mx.cos(angles), mx.sin(angles)
         if self._amplitudes is not None:
             cosines, sines = cosines * self._amplitudes, sines * self._amplitudes
         factors = (
-            None if self._query_scaling is None else self._query_scaling(positions)[:, None, None]
+            None
+            if self._query_scaling is None
+            else self._query_scaling(plan.positions)[:, None, None]
         )
         return Turns(self._of_heads(cosines, 1.0, factors), self._of_heads(sines, 0.0, factors))
 
@@ -203,7 +211,7 @@ class JoinedForward(OnPages):
         self._page_size = page_size
         self._layers = layers
         self._rotations = list({layer.kind: layer.rotation for layer in layers}.values())
-        self._embed = spec.embedded
+        self._embed, self._scale = spec.embedded, spec.scale
         self._norm = MeanByProduct(spec.norm)
         self._vocabulary = spec.vocabulary
         shapes = [LayerShape.of(layer.shape, layer.window) for layer in layers]
@@ -218,18 +226,22 @@ class JoinedForward(OnPages):
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         step = RaggedStep.of(decode, chunks, self._page_size)
-        turns = [rotation(step.plan.positions) for rotation in self._rotations]
-        hidden = self._embed(step.tokens)
+        turns = [rotation(step.plan) for rotation in self._rotations]
+        hidden, insertion = self._embed(step.tokens), step.insertion
+        if insertion is not None:
+            hidden = insertion.into(hidden, self._scale)
         apart = chunks and hidden.size >= LEAST_IN_HALVES and self._serves and has_lane()
         by_parts = in_halves if apart else _whole
-        for layer, store in zip(self._layers, self.stores, strict=True):
+        for number, (layer, store) in enumerate(zip(self._layers, self.stores, strict=True)):
             hidden = layer(hidden, turns, store, step.plan, by_parts)
+            if insertion is not None:
+                hidden = insertion.added(number, hidden)
         hidden = hidden if step.wanted is None else hidden[step.wanted]
         return self._vocabulary(self._norm(hidden))
 
 
-def join(model: nn.Module, page_size: int) -> JoinedForward:
-    """Return the joined form of `model`.
+def join(model: nn.Module, page_size: int, mrope: MRope | None = None) -> JoinedForward:
+    """Return the joined form of `model`. mrope: the axes of its positions, if there are several.
 
     The model goes on working: its weights become views of the joined ones, a layer at a time.
     Nothing has been compared yet.
@@ -240,7 +252,7 @@ def join(model: nn.Module, page_size: int) -> JoinedForward:
     if mx.default_device() != mx.cpu:
         raise NotApplicable("a GPU has kernels for it, or operations are cheap")
     try:
-        spec = DecoderSpec.of(model, page_size)
+        spec = DecoderSpec.of(model, page_size, mrope)
     except NotFusable as reason:
         raise NotApplicable(f"the module is no common decoder: {reason}") from reason
     attentions = [layer for layer in spec.layers if isinstance(layer, AttentionSpec)]

@@ -59,7 +59,8 @@ class Step:
     token has its page already. pools: each layer's keys and values, written in place, (kv_heads,
     slots, head_dim), or the pool of a `StateStore`. splits: from `FusedDecoder.plan`. slots: one
     array, (rows,) int32, each row's slot, where there are recurrent layers. far: whether some row
-    is longer than `FusedDecoder.far_from`.
+    is longer than `FusedDecoder.far_from`. shifts: one array, (rows,) int32, added to each row's
+    place for the position by which it is rotated, where something is added to any.
     """
 
     tokens: mx.array
@@ -69,6 +70,7 @@ class Step:
     splits: Mapping[int | None, Splits]
     slots: Sequence[mx.array] = ()
     far: bool = False
+    shifts: Sequence[mx.array] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +261,14 @@ class Shared:
 class Opening:
     """Beginning of a decode step: embeddings, rotations and lengths.
 
-    kernel: the one that does all of it in one launch, if there is one.
+    scale: the factor of embeddings, if there is one. kernel: the one that does all of it in one
+    launch, if there is one.
     """
 
     embed: Callable[[mx.array], mx.array]
     rotations: Sequence[Rotation]
     per_layer: PerLayerEmbedding | None
+    scale: float | None
     kernel: OpeningKernel | None
 
     @staticmethod
@@ -272,25 +276,28 @@ class Opening:
         embed, rotations, per_layer = spec.embedded, spec.rotations, spec.per_layer
         dtype, table = spec.layers[0].shape.dtype, table_of(spec.embed)
         if table is None or table.dtype != dtype:
-            return Opening(embed, rotations, per_layer, None)
+            return Opening(embed, rotations, per_layer, spec.scale, None)
         kinds = [
             Turning(2 * turn.frequencies.size, turn.traditional, turn.amplitude)
             for turn in rotations
         ]
         kernel = build(table, kinds, spec.scale)
         built = None if isinstance(kernel, Unsupported) else kernel
-        return Opening(embed, rotations, per_layer, built)
+        return Opening(embed, rotations, per_layer, spec.scale, built)
 
-    def __call__(self, tokens: mx.array, before: mx.array) -> tuple[mx.array, Shared]:
-        """Return the embeddings, (rows, width), and the arrays that layers share."""
+    def __call__(
+        self, tokens: mx.array, before: mx.array, shifts: Sequence[mx.array] = ()
+    ) -> tuple[mx.array, Shared]:
+        """Return the embeddings, (rows, width), and the arrays that layers share. shifts: see
+        `Step`."""
         if self.kernel is not None:
             frequencies = [turn.frequencies for turn in self.rotations]
-            hidden, following = self.kernel.open(tokens, before, frequencies)
+            hidden, following = self.kernel.open(tokens, before, frequencies, shifts)
             shared = Shared(following, self.kernel.lengths, self.kernel.rotations)
         else:
             # Padding stays at 0: it must not write anywhere.
             lengths = mx.where(before > 0, before + 1, 0)
-            turns = [turn(before) for turn in self.rotations]
+            turns = [turn(sum(shifts, before)) for turn in self.rotations]
             hidden, shared = self.embed(tokens), Shared(lengths, lengths, turns)
         return hidden, replace(shared, per_layer_inputs=self.of_layers(tokens, hidden))
 

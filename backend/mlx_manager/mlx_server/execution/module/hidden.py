@@ -12,6 +12,8 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from mlx_manager.mlx_server.execution.module.wrapped import wrapped
+
 
 def as_it_is(hidden: mx.array) -> mx.array:
     return hidden
@@ -20,9 +22,8 @@ def as_it_is(hidden: mx.array) -> mx.array:
 class HiddenSelection:
     """Selection of the tokens whose logits are wanted, before the output projection.
 
-    The model's body is replaced by one of a subclass, which has the same parts and selects hidden
-    states for the head. Models without a recognisable body compute all logits, and the selection is
-    made afterwards.
+    The model's body is replaced by one that selects hidden states for the head: see `wrapped`.
+    Models without a recognisable body compute all logits, and the selection is made afterwards.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,7 +31,11 @@ class HiddenSelection:
         place = _place_of_body(model)
         if place is not None:
             parent, name = place
-            parent[name] = _selecting(parent[name], self)
+
+            def select(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                return self.selected(body(*args, **kwargs))
+
+            parent[name] = wrapped(parent[name], select)
 
     def logits(
         self,
@@ -52,27 +57,6 @@ class HiddenSelection:
         return hidden if select is None else select(hidden)
 
 
-def _selecting(body: nn.Module, selection: HiddenSelection) -> nn.Module:
-    """Return a module with the parts of `body` whose results `selection` selects from."""
-    base = type(body)
-    origin = getattr(base, "selects_from", base)
-
-    class Selecting(origin):  # type: ignore[misc, valid-type]
-        selects_from = origin
-        __module__ = origin.__module__
-
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
-            self.__dict__.update(vars(body))
-            for name, part in body.items():
-                self[name] = part
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return selection.selected(super().__call__(*args, **kwargs))
-
-    return Selecting()
-
-
 def _place_of_body(model: nn.Module) -> tuple[nn.Module, str] | None:
     """Return the module that holds the body, and the body's name in it: every family calls it
     `model`, `transformer` or `backbone`. None if there is no module of such a name."""
@@ -82,3 +66,9 @@ def _place_of_body(model: nn.Module) -> tuple[nn.Module, str] | None:
         if name in model.children():
             return model, name
     return None
+
+
+def body_of(model: nn.Module) -> nn.Module | None:
+    """Return the part of `model` that gives hidden states, if it is recognisable."""
+    place = _place_of_body(model)
+    return None if place is None else place[0][place[1]]

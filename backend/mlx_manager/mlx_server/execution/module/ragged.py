@@ -13,6 +13,7 @@ from mlx_manager.mlx_server.execution.attention.paged import Reading
 from mlx_manager.mlx_server.execution.base import ABREAST_ON_CPU, OnPages, shortest_first
 from mlx_manager.mlx_server.execution.compiled import Compile
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, NotApplicable
+from mlx_manager.mlx_server.execution.images import Sight
 from mlx_manager.mlx_server.execution.module.hidden import as_it_is
 from mlx_manager.mlx_server.execution.module.over_pages import OverPages
 from mlx_manager.mlx_server.execution.running import padded_rows
@@ -31,8 +32,10 @@ class RaggedForward(OverPages, OnPages):
         reading: Reading,
         kernels: KernelSet | None = None,
         compile: Compile = mx.compile,
+        *,
+        sight: Sight | None = None,
     ) -> None:
-        super().__init__(model, page_size, reading, kernels, compile)
+        super().__init__(model, page_size, reading, kernels, compile, sight=sight)
         if len(self.stores) < len(self._shared):
             raise NotApplicable("some layers keep another kind of state than keys and values")
         self.rows = self._steps(self._shared, padded_rows)
@@ -58,7 +61,7 @@ class RaggedForward(OverPages, OnPages):
                 return self.rows.run(decode.after(order))
             self.rows.pause()
         step = RaggedStep.of(decode, chunks, self._page_size, order=order)
-        self._pass.plan = step.plan
+        self._pass.begin(step.plan, step.insertion)
         tokens, wanted = step.tokens[:, None], step.wanted
         hidden = as_it_is if wanted is None else (lambda h: h[wanted])
         return self._selection.logits(self._model, self._shared, tokens, hidden)

@@ -27,6 +27,7 @@ from mlx_manager.mlx_server.execution.caches import (
 )
 from mlx_manager.mlx_server.execution.compiled import Compile
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Prefixes, Snapshot
+from mlx_manager.mlx_server.execution.images import Insertion, Sight, angles_in, tokens_of
 from mlx_manager.mlx_server.execution.module.hidden import as_it_is
 from mlx_manager.mlx_server.execution.module.over_pages import OverPages
 
@@ -43,8 +44,10 @@ class SeparateForward(OverPages):
         reading: Reading,
         kernels: KernelSet | None = None,
         compile: Compile = mx.compile,
+        *,
+        sight: Sight | None = None,
     ) -> None:
-        super().__init__(model, page_size, reading, kernels, compile)
+        super().__init__(model, page_size, reading, kernels, compile, sight=sight)
         # A step's state exists beside the last one's, and a grown batch beside the new row's state.
         states = [leaf for leaf in filled(model, 2) if isinstance(leaf, ArraysCache)]
         self.row_bytes = 2 * sum(map(bytes_of, states))
@@ -78,7 +81,7 @@ class SeparateForward(OverPages):
             own = self._own.get(chunk.key)
             if own is None:
                 own = self._own[chunk.key] = self._fresh()
-            tokens = order.after(mx.array([chunk.tokens], mx.int32))
+            tokens = order.after(mx.array([tokens_of(chunk)], mx.int32))
             if self.looks_ahead:
                 # A GPU would run several passes at a time, whose launches count arrivals in one
                 # place. The added number is 0: it makes this pass depend on the one before.
@@ -143,10 +146,12 @@ class SeparateForward(OverPages):
     def _pass_of_rows(self, decode: Decode) -> mx.array:
         if self.rows is not None:
             return self.rows.run(decode, unpaged(self._batch))
-        self._pass.plan, self._pass.chunk = StepPlan(decode.spans, self._page_size), False
+        self._pass.begin(StepPlan(decode.spans, self._page_size, angles=angles_in(decode, [])))
         return self._selection.logits(self._model, self._batch, decode.tokens[:, None])
 
     def _pass_of_chunk(self, chunk: Chunk, tokens: mx.array, caches: list[Any]) -> mx.array:
-        self._pass.plan, self._pass.chunk = StepPlan([chunk.span], self._page_size), True
+        plan = StepPlan([chunk.span], self._page_size, angles=chunk.angles)
+        insertion = None if chunk.shown is None else Insertion(chunk.shown)
+        self._pass.begin(plan, insertion, chunk=True)
         wanted = as_it_is if chunk.every else (lambda h: h[:, -1:])
         return self._selection.logits(self._model, caches, tokens, wanted)

@@ -92,15 +92,16 @@ class ModuleSteps:
         kept: the rows' caches that are not pages. Their arrays take the place of `states` for the
         pass, and are replaced by those after it.
         """
-        batch = self._running.next(decode.keys, decode.tables, decode.lengths)
+        batch = self._running.next(decode.keys, decode.tables, decode.lengths, decode.shifts)
         cuts = [(by, cut.divided, cut.blocks) for by, cut in batch.splits.items()]
         work = [cut.items for cut in batch.splits.values()]
         logits, batch.before, pages, after = self.kinds.run(
-            (batch.table.shape, *cuts, *(items.shape for items in work)),
+            (batch.table.shape, len(batch.shifts), *cuts, *(items.shape for items in work)),
             partial(self._step, cuts),
             batch.padded(decode.tokens),
             batch.before,
             batch.table,
+            list(batch.shifts),
             work,
             [store.arrays for store in self._stores],
             list(map(_kept_by, kept)),
@@ -127,6 +128,7 @@ class ModuleSteps:
         tokens: mx.array,
         before: mx.array,
         table: mx.array,
+        shifts: Sequence[mx.array],
         work: Sequence[mx.array],
         pages: Sequence[Pages],
         kept: Sequence[Kept],
@@ -137,10 +139,10 @@ class ModuleSteps:
             by: Splits(items, divided, blocks)
             for (by, divided, blocks), items in zip(cuts, work, strict=True)
         }
-        plan = RowsPlan.of(before, table, splits, self._page_size)
+        plan = RowsPlan.of(before, table, splits, self._page_size, shifts)
         own = [store.arrays for store in self._stores]
         try:
-            self._pass.plan, self._pass.chunk = plan, False
+            self._pass.begin(plan)
             for store, arrays in zip(self._stores, pages, strict=True):
                 store.arrays = arrays
             for state, held in zip(self._states, kept, strict=True):

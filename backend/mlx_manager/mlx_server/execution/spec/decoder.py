@@ -13,6 +13,7 @@ from mlx import nn
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_manager.mlx_server.devices.attention import AttentionShape
+from mlx_manager.mlx_server.execution.images import MRope
 from mlx_manager.mlx_server.execution.spec.layers import (
     AnyLayer,
     AttentionSpec,
@@ -109,8 +110,8 @@ class DecoderSpec:
     per_layer: PerLayerEmbedding | None
 
     @staticmethod
-    def of(model: nn.Module, page_size: int) -> DecoderSpec:
-        """Return the parts of `model`.
+    def of(model: nn.Module, page_size: int, mrope: MRope | None = None) -> DecoderSpec:
+        """Return the parts of `model`. mrope: the axes of its positions, if there are several.
 
         Raises:
             NotFusable: `model` is no common decoder.
@@ -137,7 +138,7 @@ class DecoderSpec:
                 continue
             kind = kind_of(layer.rope)
             if kind not in rotations:
-                rotations[kind] = Rotation.of(layer.rope, layer.rotary)
+                rotations[kind] = Rotation.of(layer.rope, layer.rotary, mrope)
             kinds.append(list(rotations).index(kind))
         expect(bool(rotations), "no layer with attention")
         return DecoderSpec(

@@ -58,8 +58,11 @@ def build(
     if isinstance(embeddings, Packed) and not is_served(embeddings):
         kind = f"{embeddings.mode}, {embeddings.bits} bits"
         return Unsupported(f"embeddings that are packed otherwise ({kind})")
-    kernel = CudaKernel(opening_source(embeddings, turnings, scale))
-    return OpeningKernel(kernel, embeddings, turnings)
+    kernel, shifted = (
+        CudaKernel(opening_source(embeddings, turnings, scale, shifted=shifted))
+        for shifted in (False, True)
+    )
+    return OpeningKernel(kernel, embeddings, turnings, shifted)
 
 
 def is_served(embeddings: Packed) -> bool:
@@ -70,6 +73,11 @@ def is_served(embeddings: Packed) -> bool:
 class OpeningKernel:
     """Embeddings, lengths and rotations of a step's newest tokens.
 
+    Args:
+        kernel, shifted: those from `opening_source`; `shifted` for steps with shifts.
+        embeddings: (vocabulary, width).
+        turnings: the kinds of rotation.
+
     Attributes:
         lengths: (MOST_QUERIES,) int32, tokens of each row including the newest; 0 for padding.
         rotations: for each kind the rotations that `PagedKernels.attend_fused` takes,
@@ -77,8 +85,15 @@ class OpeningKernel:
             place.
     """
 
-    def __init__(self, kernel: Kernel, embeddings: Weight, turnings: Sequence[Turning]) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        embeddings: Weight,
+        turnings: Sequence[Turning],
+        shifted: Kernel,
+    ) -> None:
         self._kernel = kernel
+        self._shifted = shifted
         self._embeddings = embeddings
         self.lengths = mx.zeros((MOST_QUERIES,), mx.int32)
         self.rotations = [mx.zeros((MOST_QUERIES, turning.dims)) for turning in turnings]
@@ -89,6 +104,7 @@ class OpeningKernel:
         tokens: mx.array,
         before: mx.array,
         frequencies: Sequence[mx.array],
+        shifts: Sequence[mx.array] = (),
     ) -> tuple[mx.array, mx.array]:
         """Look up the embeddings of a step's newest tokens, and write `lengths` and `rotations`.
 
@@ -96,6 +112,8 @@ class OpeningKernel:
             tokens: (rows,) uint32 of the vocabulary; `MOST_QUERIES` rows at most.
             before: (rows,) int32, tokens of each row before the newest; 0 for padding.
             frequencies: of each kind of rotation, (dims / 2,) float32 radians a position.
+            shifts: one array, (rows,) int32, added to each row's place for the position by which it
+                is rotated; empty where nothing is added.
 
         Returns:
             (rows, width) embeddings, and `before` for the next step. Launches that read `lengths`
@@ -104,9 +122,10 @@ class OpeningKernel:
         rows = tokens.shape[0]
         if rows > MOST_QUERIES:
             raise ValueError(f"{rows} rows: the kernels take {MOST_QUERIES} at most")
-        hidden, following = self._kernel(
+        kernel = self._shifted if shifts else self._kernel
+        hidden, following = kernel(
             inputs=[
-                *(tokens, before, *arrays_of(self._embeddings)),
+                *(tokens, before, *shifts, *arrays_of(self._embeddings)),
                 *(*frequencies, self.lengths, *self.rotations),
             ],
             grid=(rows * THREADS, 1, 1),
@@ -118,8 +137,13 @@ class OpeningKernel:
 
 
 def opening_source(
-    embeddings: Weight, turnings: Sequence[Turning], scale: float | None = None
+    embeddings: Weight,
+    turnings: Sequence[Turning],
+    scale: float | None = None,
+    *,
+    shifted: bool = False,
 ) -> KernelSource:
+    """Return the kernel's source. shifted: it takes shifts of the rows' positions."""
     scaled = flag(scale is not None)
     if isinstance(embeddings, Packed):
         parts: tuple[str, ...] = ("embeddings", "scales", "biases")
@@ -140,20 +164,22 @@ def opening_source(
         "if (threadIdx.x == 0)\n"
         "const_cast<int*>(lengths)[row] = following[row] = position > 0 ? position + 1 : 0;\n"
     )
+    turned = "position + shifts[row]" if shifted else "position"
     for i, turning in enumerate(turnings):
         body += (
-            f"kernels::turn<{turning.dims}, {flag(turning.traditional)}>(position, "
+            f"kernels::turn<{turning.dims}, {flag(turning.traditional)}>({turned}, "
             f"frequencies_{i}, {real(turning.amplitude)}, "
             f"const_cast<float*>(rotation_{i}) + (long)row * {turning.dims});\n"
         )
     kinds = range(len(turnings))
     return KernelSource(
-        name="paged_opening",
+        name="paged_opening_shifted" if shifted else "paged_opening",
         header=source(DEVICE_SOURCE, _SOURCE),
         body=body,
         inputs=(
             "tokens",
             "before",
+            *(("shifts",) if shifted else ()),
             *parts,
             *(f"frequencies_{i}" for i in kinds),
             "lengths",

@@ -36,11 +36,17 @@ KINDS = {
 PACKINGS = [(4, 64), (4, 32), (8, 64), (8, 128), (2, 64)]
 
 
-def entry(embeddings, turnings, scale=None):
+def entry(embeddings, turnings, scale=None, *, shifted=False):
     kinds = [F32 for _ in turnings]
     table = [array.dtype for array in arrays_of(embeddings)]
-    inputs = (U32, I32, *table, *kinds, I32, *kinds)
-    return opening_source(embeddings, turnings, scale), inputs, (embeddings.dtype, I32)
+    inputs = (U32, I32, *((I32,) if shifted else ()), *table, *kinds, I32, *kinds)
+    source = opening_source(embeddings, turnings, scale, shifted=shifted)
+    return source, inputs, (embeddings.dtype, I32)
+
+
+def entries(embeddings, turnings, scale=None):
+    """Return the entries of steps without shifts, and of steps with shifts."""
+    return [entry(embeddings, turnings, scale, shifted=shifted) for shifted in (False, True)]
 
 
 def random_embeddings(dtype, bits=None, width=128, group=64):
@@ -54,7 +60,7 @@ def random_embeddings(dtype, bits=None, width=128, group=64):
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("scale", [None, 34.0])
 def test_nvidia_s_compiler_takes_it(nvidia_accepts, bits, scale):
-    nvidia_accepts([entry(random_embeddings(mx.bfloat16, bits), KINDS["two"], scale)])
+    nvidia_accepts(entries(random_embeddings(mx.bfloat16, bits), KINDS["two"], scale))
 
 
 class Emulated:
@@ -84,16 +90,19 @@ def kernels(compile_cuda):
         for dtype in DTYPES
         for packing in PACKINGS
     }
-    library = compile_cuda([entry(*each) for each in of.values()])
+    library = compile_cuda([of_kind for each in of.values() for of_kind in entries(*each)])
     return {
-        name: OpeningKernel(Emulated(library, number), *each)
+        name: OpeningKernel(
+            Emulated(library, 2 * number), *each, shifted=Emulated(library, 2 * number + 1)
+        )
         for number, (name, each) in enumerate(of.items())
     }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_embeddings_lengths_and_rotations_are_those_of_the_operations(kernels, dtype, kind):
+@pytest.mark.parametrize("shifts", [(), (-1, 5, -40, 0)], ids=["plain", "shifted"])
+def test_embeddings_lengths_and_rotations_are_those_of_the_operations(kernels, dtype, kind, shifts):
     turnings = KINDS[kind]
     rng = np.random.default_rng(1)
     embeddings = random_embeddings(dtype, width=72)
@@ -103,13 +112,15 @@ def test_embeddings_lengths_and_rotations_are_those_of_the_operations(kernels, d
         mx.array(rng.uniform(1e-5, 1, turning.dims // 2).astype(np.float32)) for turning in turnings
     ]
     kernel = kernels[dtype, kind]
-    hidden, following = kernel.open(tokens, before, frequencies)
+    shifted = [mx.array(shifts, mx.int32)] if shifts else []
+    hidden, following = kernel.open(tokens, before, frequencies, shifted)
     assert mx.array_equal(hidden, embeddings[tokens])
     assert following.tolist() == [2, 130_001, 778, 0]
     assert kernel.lengths.tolist() == [2, 130_001, 778, *[0] * (MOST_QUERIES - 3)]
     for turning, own, rotation in zip(turnings, frequencies, kernel.rotations, strict=True):
         assert not rotation[4:].any()
-        angles = np.array(before)[:, None].astype(np.float32) * np.array(own)
+        positions = np.array(before) + np.array(shifts or 0)
+        angles = positions[:, None].astype(np.float32) * np.array(own)
         parts = np.cos(angles), np.sin(angles)
         expected = np.stack(parts, -1) if turning.traditional else np.stack(parts, 1)
         expected = turning.amplitude * expected.reshape(len(angles), -1)
@@ -126,17 +137,18 @@ def test_a_models_steps_begin_as_by_operations(compile_cuda, name):
     opening = Opening.of(spec, partial(emulated_kernel, compile_cuda))
     by_operations = Opening.of(spec, lambda *_: Unsupported("no GPU here"))
     given = mx.array([96, 3, 0], mx.uint32), mx.array([2000, 1, 0], mx.int32)
-    (hidden, shared), (expected, by) = opening(*given), by_operations(*given)
-    assert mx.array_equal(hidden, expected)
-    assert mx.array_equal(shared.following, by.following)
-    assert mx.array_equal(shared.lengths[:3], by.lengths)
-    for rotation, own in zip(shared.rotations, by.rotations, strict=True):
-        assert mx.allclose(rotation[:3], own, atol=1e-6)
+    for shifts in ([], [mx.array([-700, 2, 0], mx.int32)]):
+        (hidden, shared), (expected, by) = opening(*given, shifts), by_operations(*given, shifts)
+        assert mx.array_equal(hidden, expected)
+        assert mx.array_equal(shared.following, by.following)
+        assert mx.array_equal(shared.lengths[:3], by.lengths)
+        for rotation, own in zip(shared.rotations, by.rotations, strict=True):
+            assert mx.allclose(rotation[:3], own, atol=1e-6)
 
 
 def emulated_kernel(compile_cuda, embeddings, turnings, scale=None):
-    library = compile_cuda([entry(embeddings, turnings, scale)])
-    return OpeningKernel(Emulated(library), embeddings, turnings)
+    library = compile_cuda(entries(embeddings, turnings, scale))
+    return OpeningKernel(Emulated(library), embeddings, turnings, Emulated(library, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

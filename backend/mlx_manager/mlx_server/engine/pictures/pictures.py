@@ -1,0 +1,144 @@
+"""Pictures of an engine's rows: their numbers in the keys of pages, and their features."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+from mlx_manager.mlx_server.engine.images import Picture, Tower
+from mlx_manager.mlx_server.engine.memory.line import Line
+from mlx_manager.mlx_server.engine.pictures.features import FeatureCache
+from mlx_manager.mlx_server.engine.pictures.numbers import ContentNumbers
+from mlx_manager.mlx_server.engine.pictures.tower import TowerJobs
+from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError
+
+
+class Pictures:
+    """Pictures of the rows of an engine whose model sees.
+
+    Args:
+        tower: reads pictures.
+        line: `images:<model>` in the ledger.
+        most: bytes of features that are kept for reuse.
+        wake: see `TowerJobs`.
+    """
+
+    def __init__(
+        self, tower: Tower, line: Line, most: int, wake: Callable[[], None] | None
+    ) -> None:
+        self.cache = FeatureCache(line, most)
+        self._jobs = TowerJobs(tower, self.cache, wake)
+        self._wakes = wake is not None
+        self._numbers = ContentNumbers()
+
+    @property
+    def busy(self) -> bool:
+        """True while rows wait for the tower."""
+        return bool(self._jobs)
+
+    @property
+    def awaited(self) -> bool:
+        """True while rows wait for the tower, and it for pixels, whose coming wakes the thread."""
+        return self._wakes and bool(self._jobs) and self._jobs.waits_for_host
+
+    @property
+    def slices(self) -> int:
+        """Number of the tower's slices that have been run."""
+        return self._jobs.slices
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def name(self, sequence: Sequence) -> None:
+        """Put a number for each picture's content in its places of the sequence's `content`."""
+        images = sequence.images
+        assert images is not None
+        content = list(sequence.tokens)
+        for picture in images.pictures:
+            number = self._numbers.of(picture.digest)
+            for place in picture.places.tolist():
+                content[place] = number
+        sequence.content = content
+
+    def begin(self, sequence: Sequence) -> None:
+        """Find the features that an admitted sequence lacks behind what is computed, or have the
+        tower make them."""
+        images = sequence.images
+        assert images is not None
+        for picture in images.pictures:
+            if picture.places[-1] < sequence.computed:
+                continue
+            features = self.cache.hold(picture.digest, sequence.key)
+            if features is not None:
+                sequence.features[picture.digest] = features
+            else:
+                count = len(picture.places)
+                self._jobs.want(picture.digest, picture.image, count, sequence)
+        _set_ready(sequence)
+
+    def passed(self, sequence: Sequence) -> None:
+        """Release the features of a prompt that has been launched as far as `computed`."""
+        images = sequence.images
+        if images is None or not sequence.features:
+            return
+        ahead = {p.digest for p in images.pictures if p.places[-1] >= sequence.computed}
+        for digest in [digest for digest in sequence.features if digest not in ahead]:
+            del sequence.features[digest]
+            self.cache.release(digest, sequence.key)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Release all that a sequence holds or waits for: it has ended or is paused."""
+        if sequence.images is None:
+            return
+        for digest in sequence.features:
+            self.cache.release(digest, sequence.key)
+        sequence.features.clear()
+        sequence.ready = sys.maxsize
+        self._jobs.leave(sequence)
+
+    # -- the tower -----------------------------------------------------------------------------
+
+    def advance(self, seconds: float | None) -> None:
+        """Run slices of the tower; see `TowerJobs.advance`."""
+        for job, features in self._jobs.advance(seconds):
+            self.cache.put(job.digest, features)
+            for row in job.rows.values():
+                held = self.cache.hold(job.digest, row.key)
+                assert held is not None
+                row.features[job.digest] = held
+                _set_ready(row)
+            self.cache.trim()
+
+    def take_fault(self, error: Exception) -> tuple[list[Sequence], MLXManagerError] | None:
+        """Return the rows that an error of the tower fails, and their failure; None if the error is
+        none of the tower's."""
+        job, self._jobs.at_fault = self._jobs.at_fault, None
+        if job is None:
+            return None
+        if isinstance(error, MLXManagerError):
+            return list(job.rows.values()), error
+        failure = GenerationFailed(
+            "The model failed while reading a picture. The request can be retried."
+        )
+        return list(job.rows.values()), failure
+
+    def drop_all(self) -> None:
+        """Drop all features and jobs."""
+        self._jobs.drop_all()
+        self.cache.drop_all()
+
+
+def _set_ready(sequence: Sequence) -> None:
+    """Set the first token behind `computed` whose features are not there."""
+    assert sequence.images is not None
+    lacking = [p for p in sequence.images.pictures if p.digest not in sequence.features]
+    firsts = [_first_from(picture, sequence.computed) for picture in lacking]
+    sequence.ready = min(firsts, default=sys.maxsize)
+
+
+def _first_from(picture: Picture, computed: int) -> int:
+    """Return the picture's first place from `computed` on; `sys.maxsize` if there is none."""
+    at = int(np.searchsorted(picture.places, computed))
+    return int(picture.places[at]) if at < len(picture.places) else sys.maxsize

@@ -1,0 +1,223 @@
+"""The tower's jobs: one for each picture that rows wait for, in slices between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_manager.mlx_server import core
+from mlx_manager.mlx_server.engine.images import Tower
+from mlx_manager.mlx_server.engine.pictures.features import FeatureCache
+from mlx_manager.mlx_server.engine.sequence import Sequence as Row
+from mlx_manager.mlx_server.errors import OutOfMemory
+from mlx_manager.mlx_server.execution.images import Features
+from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
+from mlx_manager.mlx_server.utils.text import sized
+
+# Pictures that are decoded at once, and jobs that may have pixels that the tower has not read.
+DECODED_AT_ONCE = 1
+PIXELS_AHEAD = 2
+# Slices that are queued at once while nobody waits for a step: a GPU would idle between them.
+SLICES_ON_A_GPU = 4
+# Bytes that the tower works on for each row of features, until more have been seen.
+ROW_BYTES = 1 << 18
+# Seconds that a step without other work waits for pixels where nobody wakes the thread.
+PATIENCE = 0.01
+
+
+class Job:
+    """Work on one picture.
+
+    digest, image: of the picture. count: its rows. rows: the rows that wait for it, by key.
+    """
+
+    def __init__(self, digest: str, image: core.Image, count: int) -> None:
+        self.digest = digest
+        self.image = image
+        self.count = count
+        self.rows: dict[int, Row] = {}
+        self.pixels: Future[Any] | None = None
+        self.stages: Generator[Sequence[mx.array], None, Features] | None = None
+
+    @property
+    def waits_for_host(self) -> bool:
+        """True while the tower cannot go on since pixels are not there."""
+        return self.stages is None and not (self.pixels is not None and self.pixels.done())
+
+
+class TowerJobs:
+    """Jobs of one tower, the most urgent row's first.
+
+    Args:
+        tower: reads pictures.
+        cache: takes features, and accounts for what the tower works on.
+        wake: called on another thread when pixels have come; None: nobody need be woken.
+
+    Attributes:
+        slices: slices that have been run.
+        at_fault: the job that is being worked on: an error then fails its rows alone.
+    """
+
+    def __init__(self, tower: Tower, cache: FeatureCache, wake: Callable[[], None] | None) -> None:
+        self.slices = 0
+        self.at_fault: Job | None = None
+        self._tower = tower
+        self._cache = cache
+        self._wake = wake
+        self._threads = DaemonThreads(DECODED_AT_ONCE)
+        self._jobs: dict[str, Job] = {}
+        self._current: Job | None = None
+        self._row_bytes = ROW_BYTES
+        # Seconds that slices may take beside steps, which may be owed; and those of the last slice.
+        self._credit = self._took = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """True while no job can go on before some pixels have come."""
+        return all(job.waits_for_host for job in self._jobs.values())
+
+    # -- jobs ----------------------------------------------------------------------------------
+
+    def want(self, digest: str, image: core.Image, count: int, row: Row) -> None:
+        """Have a row wait for a picture's features."""
+        job = self._jobs.get(digest)
+        if job is None:
+            job = self._jobs[digest] = Job(digest, image, count)
+        job.rows[row.key] = row
+        self._fetch_pixels()
+
+    def leave(self, row: Row) -> None:
+        """End the wait of a row; jobs that nobody waits for end with it."""
+        for job in [job for job in self._jobs.values() if row.key in job.rows]:
+            del job.rows[row.key]
+            if not job.rows:
+                self._end(job)
+
+    def drop_all(self) -> None:
+        """End all jobs."""
+        for job in list(self._jobs.values()):
+            self._end(job)
+        self.at_fault = None
+
+    def _end(self, job: Job) -> None:
+        del self._jobs[job.digest]
+        if job.pixels is not None:
+            job.pixels.cancel()
+        if job is self._current:
+            self._current = None
+            if job.stages is not None:
+                job.stages.close()
+            self._cache.record_working(0)
+        self._fetch_pixels()
+
+    def _in_order(self) -> list[Job]:
+        return sorted(
+            self._jobs.values(), key=lambda job: min(row.priority for row in job.rows.values())
+        )
+
+    def _fetch_pixels(self) -> None:
+        for job in self._in_order()[:PIXELS_AHEAD]:
+            if job.pixels is None and job.stages is None:
+                job.pixels = self._threads.submit(partial(self._tower.pixels, job.image))
+                job.pixels.add_done_callback(self._note_pixels)
+
+    def _note_pixels(self, _: Future[Any]) -> None:
+        if self._wake is not None:
+            self._wake()
+
+    # -- slices --------------------------------------------------------------------------------
+
+    def advance(self, seconds: float | None) -> list[tuple[Job, Features]]:
+        """Run slices beside a step, for about so many seconds on average; None: there is no step.
+        Return the jobs that are done.
+
+        Raises:
+            OutOfMemory: there is no memory for what the tower works on, and no step that would free
+                some.
+            Exception: the tower's own, or that of pixels. `at_fault` then is the job.
+        """
+        if seconds is None:
+            self._credit = 0.0
+        else:
+            self._credit = min(self._credit + seconds, max(seconds, self._took))
+        done: list[tuple[Job, Features]] = []
+        if self._credit < 0:
+            return done
+        job = self._next(alone=seconds is None)
+        if job is not None:
+            self.at_fault = job
+            features = self._run(job, self._slices(seconds))
+            self.at_fault = None
+            if features is not None:
+                done.append((job, features))
+                self._end(job)
+        return done
+
+    def _slices(self, seconds: float | None) -> int:
+        """Return how many slices are run at once."""
+        if seconds is not None:
+            return max(1, int(self._credit / self._took)) if self._took else 1
+        return 1 if mx.default_device() == mx.cpu else SLICES_ON_A_GPU
+
+    def _next(self, *, alone: bool) -> Job | None:
+        """Return the job to go on with, if one can; its pixels have been taken and there is memory
+        for it."""
+        if self._current is not None:
+            return self._current
+        ready = next((job for job in self._in_order() if not job.waits_for_host), None)
+        if ready is None:
+            if alone and self._wake is None:
+                wait([job.pixels for job in self._jobs.values() if job.pixels], PATIENCE)
+            return None
+        self.at_fault = ready
+        pixels, nbytes = ready.pixels, ready.count * self._row_bytes
+        assert pixels is not None
+        # Raises what the pixels' thread has raised.
+        found = pixels.result()
+        if not self._cache.reserve_working(nbytes):
+            if alone:
+                raise OutOfMemory(
+                    f"To read the picture takes about {sized(nbytes)}, which can't be had.",
+                    retry_after=10,
+                )
+            self.at_fault = None
+            return None
+        ready.pixels, ready.stages = None, self._tower.stages(found)
+        self._current, self.at_fault = ready, None
+        return ready
+
+    def _run(self, job: Job, most: int) -> Features | None:
+        """Run up to `most` slices; return the features if the last was among them."""
+        assert job.stages is not None
+        began, active, peak = perf_counter(), mx.get_active_memory(), mx.get_peak_memory()
+        arrays: Sequence[mx.array] = ()
+        features, run = None, 0
+        while run < most and features is None:
+            try:
+                arrays = next(job.stages)
+            except StopIteration as end:
+                features = end.value
+                arrays = [features.rows, *features.levels]
+            mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+            run += 1
+        mx.eval(arrays)
+        self.slices += run
+        took = perf_counter() - began
+        self._credit, self._took = self._credit - took, took / run
+        if mx.get_peak_memory() > peak:
+            self._learn(job, mx.get_peak_memory() - active)
+        return features
+
+    def _learn(self, job: Job, nbytes: int) -> None:
+        """Learn that slices of a job have worked on so many bytes."""
+        if nbytes > job.count * self._row_bytes:
+            self._row_bytes = -(-nbytes // job.count)
+            self._cache.record_working(nbytes)
