@@ -43,13 +43,17 @@ MAY_IMPORT = {
     "kv": FOUNDATION | {"devices"},
     "sampling": FOUNDATION | {"devices"},
     "families": FOUNDATION,
-    "execution": FOUNDATION | {"devices", "families", "kv", "sampling"},
+    "pictures": FOUNDATION | {"devices"},
+    "vision": FOUNDATION | {"devices", "pictures"},
+    "execution": FOUNDATION | {"devices", "families", "kv", "pictures", "sampling"},
     "text": FOUNDATION,
-    "engine": FOUNDATION | {"devices", "execution", "kv", "memory", "sampling", "stream", "text"},
-    "models": FOUNDATION | {"devices", "families", "memory", "text"},
+    "engine": FOUNDATION
+    | {*("devices", "execution", "kv", "memory", "pictures", "sampling", "stream", "text")},
+    "models": FOUNDATION | {"devices", "families", "memory", "text", "vision"},
     "encoders": FOUNDATION | {"devices", "engine", "memory", "models"},
     "backends": FOUNDATION
-    | {*("encoders", "engine", "execution", "memory", "models", "sampling", "stream", "text")},
+    | {*("encoders", "engine", "execution", "memory", "models", "pictures", "sampling", "stream")}
+    | {*("text", "vision")},
     "inside": FOUNDATION
     | {*("backends", "encoders", "engine", "execution", "memory", "models", "observability")}
     | {*("stream", "text", "workers")},
@@ -75,17 +79,19 @@ ROOMS = {
     "engine/stream.py": "stream",
     **{f"engine/kv/{name}.py": "kv" for name in ("__init__", "pages", "prefix", "store")},
     "engine/sampling.py": "sampling",
+    "engine/images.py": "pictures",
+    "execution/images.py": "pictures",
     "utils/memory.py": "memory",
 }
 """Modules in rooms of their own: what runs in a worker's process, what has workers, what both hand
-events on by, and what is declared of families."""
+events on by, what is declared of families, and what pictures in prompts and steps are."""
 
 MLX_ROOMS = (
-    *("devices/", "encoders/", "engine/", "execution/", "models/", "text/"),
+    *("devices/", "encoders/", "engine/", "execution/", "models/", "text/", "vision/"),
     "utils/memory.py",
 )
 WITHOUT_MLX = {path for path, its in ROOMS.items() if its in {"families", "pool", "stream"}} | {
-    *("models/catalog.py", "models/facts.py", "models/settings.py"),
+    *("models/catalog.py", "models/facts.py", "models/modalities.py", "models/settings.py"),
 }
 """Modules in these rooms that the server's own process imports."""
 FASTAPI_ROOMS = ("api/", "main.py")
@@ -140,6 +146,7 @@ def test_mlx_and_fastapi_stay_in_their_rooms() -> None:
     rooms = {
         "mlx": MLX_ROOMS,
         "mlx_lm": MLX_ROOMS,
+        "mlx_vlm": ("vision/towers/",),
         "fastapi": FASTAPI_ROOMS,
         "starlette": FASTAPI_ROOMS,
     }

@@ -27,6 +27,7 @@ from mlx_manager.mlx_server.core import (
     Event,
     Finished,
     GenerationRequest,
+    Image,
     Message,
     Prompt,
     Push,
@@ -40,6 +41,7 @@ from mlx_manager.mlx_server.core import (
     Usage,
 )
 from mlx_manager.mlx_server.defaults import fill_sampling
+from mlx_manager.mlx_server.engine.images import PromptImages
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.scores import Scoring
@@ -50,6 +52,7 @@ from mlx_manager.mlx_server.engine.text_engine import TextEngine
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
+    InvalidParameter,
     InvalidRequest,
 )
 from mlx_manager.mlx_server.execution.forward import Forward
@@ -73,14 +76,20 @@ SHORT = 4096
 """Characters or tokens of a prompt that takes less than a millisecond to render and to tokenise."""
 MESSAGE = 64
 """Characters that a message counts for besides its text, in `SHORT`."""
+PICTURE = 1024
+"""Characters that a picture counts for, in `SHORT`."""
+
+Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request's prompt as tokens, what its output will look like, and what it must be."""
+    """A request's prompt as tokens and pictures, what its output will look like, and what it must
+    be."""
 
     ids: list[int]
     output: OutputFormat
+    images: PromptImages | None
     guide: Guide | None
 
     @property
@@ -88,6 +97,15 @@ class Prepared:
         """Return the names of requirements that the answer is not held to."""
         rules = None if self.guide is None else self.guide.rules
         return () if rules is None else rules.unheld
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A prompt's tokens, the form of its answer, and its pictures."""
+
+    content: Content
+    output: OutputFormat = PLAIN
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +273,7 @@ class TextBackend:
             encode = partial(token_ids, self._loaded.tokenizer)
             [content] = contents(lambda texts: list(map(encode, texts)), [prompt.text], most)
         else:
-            content = self._tokenise(prompt, most)[0]
+            content = self._tokenise(prompt, most).content
         check_counted(len(content.ids), self._loaded.context_length, prompt.param)
         return Tokenized(content.ids, self._loaded.context_length, self._texts)
 
@@ -268,7 +286,7 @@ class TextBackend:
         """
         context = self._context(request)
         most = context - min(request.max_tokens or 1, context // 2)
-        return len(self._tokenise(request.prompt, most)[0].ids) <= most
+        return len(self._tokenise(request.prompt, most).content.ids) <= most
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """Return the text of tokens, special ones included.
@@ -287,6 +305,7 @@ class TextBackend:
         Raises:
             InvalidRequest: the conversation can't be rendered.
         """
+        self._check_seen(conversation)
         return self._loaded.adapter.render_text(conversation, self._loaded.tokenizer)
 
     def tokenizer_info(self) -> TokenizerInfo:
@@ -295,36 +314,68 @@ class TextBackend:
         template = templates.get("default") if isinstance(templates, dict) else templates
         return self._vocabulary.info(self._loaded.context_length, template)
 
-    def _tokenise(self, prompt: Prompt, enough: int) -> tuple[Content, OutputFormat]:
-        """Return the prompt's tokens and output format. Of a text with more than `enough` tokens,
-        only the first tokens, more than `enough`, need be returned."""
+    def _tokenise(self, prompt: Prompt, enough: int) -> Read:
+        """Return the prompt's tokens, output format and pictures. Of a text with more than `enough`
+        tokens, only the first tokens, more than `enough`, need be returned."""
         adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer
 
-        def read(encode: Callable[[str], list[int]], text: str) -> Content:
+        def read(encode: Encode, text: str) -> Content:
             [content] = contents(lambda texts: list(map(encode, texts)), [text], enough)
             return content
-
-        def encode(text: str) -> list[int]:
-            return adapter.encode_text(text, tokenizer)
 
         match prompt:
             case Conversation():
                 forced_tools(prompt)
                 # Only the template knows what of thinking, calls and tools it writes.
-                content = read(encode, adapter.render_text(prompt, tokenizer))
-                return content, adapter.output_format(tokenizer, prompt, content.ids)
+                content, images = self._seen(prompt, read)
+                return Read(content, adapter.output_format(tokenizer, prompt, content.ids), images)
             case Text(text, ""):
-                return read(encode, text), PLAIN
+                return Read(read(lambda part: adapter.encode_text(part, tokenizer), text))
             case Text(text, suffix):
 
                 def infill(cut: str) -> list[int]:
                     size = len(cut)
                     return adapter.encode_infill(text[:size], suffix[:size], tokenizer)
 
-                return read(infill, max(text, suffix, key=len)), PLAIN
+                return Read(read(infill, max(text, suffix, key=len)))
             case Tokens(ids=given):
                 self._vocabulary.check(given, "prompt")
-                return Content(list(given)), PLAIN
+                return Read(Content(list(given)))
+
+    def _seen(
+        self, conversation: Conversation, read: Callable[[Encode, str], Content]
+    ) -> tuple[Content, PromptImages | None]:
+        """Return a conversation's tokens, and its pictures at their places."""
+        self._check_seen(conversation)
+        adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer
+        rendered = adapter.render(conversation, tokenizer)
+
+        def encode(text: str) -> list[int]:
+            return adapter.encode_text(text, tokenizer, rendered.cut)
+
+        images = images_of(conversation)
+        vision = self._loaded.vision
+        if vision is None or not images:
+            return read(encode, rendered.marked), None
+        layouts, param = vision.layouts(images), conversation.param
+        content = read(encode, vision.expanded(rendered.marked, layouts, param))
+        if content.unread:
+            # It is too long already, and will be refused.
+            return content, None
+        ids, seen = vision.placed(content.ids, images, layouts, param)
+        return Content(ids), seen
+
+    def _check_seen(self, conversation: Conversation) -> None:
+        """Check that the model takes the conversation's pictures.
+
+        Raises:
+            InvalidParameter: it takes none; names the first picture's field.
+        """
+        images = images_of(conversation)
+        if images and self._loaded.vision is None:
+            raise InvalidParameter(
+                f"{self._loaded.id} takes no pictures, only text.", param=images[0].param
+            )
 
     async def _prepared(self, request: GenerationRequest) -> Prepared:
         """Return the checked prompt and the guide. Work that is long enough to hold others up is
@@ -335,27 +386,30 @@ class TextBackend:
         """
         key = request.caller.key
         if _is_short(request):
-            ids, output = self._prompt(request)
+            read = self._prompt(request)
         else:
-            ids, output = await self._prompts.run(partial(self._prompt, request), key)
+            read = await self._prompts.run(partial(self._prompt, request), key)
+        ids, images = read.content.ids, read.images
         if not compiles(request):
-            return Prepared(ids, *self._guidance.of(request, output))
+            output, guide = self._guidance.of(request, read.output)
+            return Prepared(ids, output, images, guide)
         waiting = Waiting(GUIDE_SECONDS)
-        guiding = partial(self._guidance.of, request, output, waiting)
-        return Prepared(ids, *await self._compiling.run(guiding, key, waiting))
+        guiding = partial(self._guidance.of, request, read.output, waiting)
+        output, guide = await self._compiling.run(guiding, key, waiting)
+        return Prepared(ids, output, images, guide)
 
-    def _prompt(self, request: GenerationRequest) -> tuple[list[int], OutputFormat]:
+    def _prompt(self, request: GenerationRequest) -> Read:
         self._vocabulary.check([token for token, _ in request.sampling.logit_bias], "logit_bias")
         self._vocabulary.check(request.stop.token_ids, "stop_token_ids")
-        content, output = self._tokenise(request.prompt, self._context(request))
-        ids = content.ids
+        read = self._tokenise(request.prompt, self._context(request))
+        ids = read.content.ids
         if not ids:
             raise InvalidRequest(
                 "The prompt is empty: it has no tokens to go on from.", param=request.prompt.param
             )
-        self._check_length(request, content)
+        self._check_length(request, read.content)
         self._vocabulary.check_embedded(ids, self._loaded.vocabulary, request.prompt.param)
-        return ids, output
+        return read
 
     def _context(self, request: GenerationRequest) -> int:
         """Return the most tokens of prompt and answer: the model's, or the owner's."""
@@ -402,6 +456,7 @@ class TextBackend:
             owner=request.caller.key,
             request_id=request.request_id,
             turn=self._texts.last_turn(prepared.ids),
+            images=prepared.images,
         )
 
     def _echoed(
@@ -458,7 +513,13 @@ def _size(message: Message) -> int:
     """Return the characters of a message, its calls included."""
     calls = [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
     others = [text or "" for text in (message.name, message.reasoning, message.tool_call_id)]
-    return sum(map(len, [message.text, *others, *calls]))
+    texts = sum(map(len, [message.text, *others, *calls]))
+    return texts + PICTURE * len(message.images)
+
+
+def images_of(conversation: Conversation) -> list[Image]:
+    """Return the pictures of a conversation, in their order."""
+    return [image for message in conversation.messages for image in message.images]
 
 
 def _is_small(variable: Any) -> bool:

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mlx_manager.mlx_server.models.families import VISIONS
+
 ENCODERS = frozenset(
     {
         *("bert", "camembert", "distilbert", "gemma3_text", "modernbert", "mpnet", "qwen3"),
@@ -20,6 +22,8 @@ ALSO_GENERATE = frozenset({"gemma3_text", "qwen3"})
 """Those of them whose architecture generates text, too."""
 OTHER_ENCODERS = frozenset({"deberta-v2", "electra", "new", "nomic_bert"})
 """Encoders that are not served, listed so that the refusal can say what they are."""
+SEEING = frozenset(kind for facts in VISIONS if facts.language for kind in facts.kinds)
+"""`model_type`s of models that see, of which mlx-lm builds the language model alone."""
 
 
 def has_architecture(model_type: str) -> bool:
@@ -30,7 +34,7 @@ def has_architecture(model_type: str) -> bool:
 @cache
 def architecture(model_type: str) -> str | None:
     """Return a `model_type` as mlx-lm spells it; None if mlx-lm can't build one."""
-    if (known := known_name(model_type)) in architecture_modules():
+    if (known := known_name(model_type)) in architecture_modules() | SEEING:
         return known
     return _spelled(model_type, renamed_architectures())
 
@@ -41,16 +45,18 @@ def known_name(model_type: str) -> str:
 
     Imports nothing of mlx-lm.
     """
-    names = architecture_modules() | ENCODERS | OTHER_ENCODERS
+    names = architecture_modules() | ENCODERS | OTHER_ENCODERS | SEEING
     return _spelled(model_type, names) or model_type
 
 
 def with_known_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with its `model_type`, and its text model's, as the libraries spell them."""
+    """Return a config with its `model_type`, and its text model's, as the libraries spell them, and
+    with the text model's settings in `text_config`."""
     changed = dict(config)
     if isinstance(kind := config.get("model_type"), str):
         changed["model_type"] = known_name(kind)
-    if isinstance(text := config.get("text_config"), Mapping):
+    # InternVL's older configs call it llm_config.
+    if isinstance(text := config.get("text_config", config.get("llm_config")), Mapping):
         changed["text_config"] = with_known_names(text)
     return changed
 

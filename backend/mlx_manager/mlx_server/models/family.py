@@ -72,17 +72,48 @@ class InfillTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionFacts:
+    """Checkpoints of a family that see pictures.
+
+    kinds: their `model_type`s. tower: the name of their tower in `vision/towers`. tensors:
+    beginnings of the names of the tower's and the projector's tensors, in all published forms.
+    placeholder: the token that stands for a picture in a template's text. written: all that the
+    family's own templates write for a picture, the placeholder among it. tokens: the tokens that
+    may stand in and around a picture; in users' texts they are plain text. encoder: the
+    `model_type` of their `vision_config`, if other checkpoints of these kinds have another.
+    language: True if mlx-lm has no class for these kinds, or one that does not know transformers'
+    names of tensors: the language model is built from `text_config` alone.
+    """
+
+    kinds: tuple[str, ...]
+    tower: str
+    tensors: tuple[str, ...]
+    placeholder: str
+    written: str
+    tokens: tuple[str, ...]
+    encoder: str = ""
+    language: bool = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return all tokens that users' texts can't hold as tokens."""
+        return (self.placeholder, *self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class ConfigFacts:
     """Facts about a family's config.json, by `model_type`.
 
     periods: the setting of the number of layers of which the last has full attention.
-    layer_types: mlx-lm's names for transformers' types of layer. rope_by_layer: the `model_type`s
+    layer_types: mlx-lm's names for transformers' types of layer. names: transformers 5's names of
+    settings, by mlx-lm's. rope_by_layer: the `model_type`s
     whose classes read `rope_parameters` by type of layer. extended: beginnings of the
     `model_type`s whose `max_position_embeddings` counts the extension by `rope_scaling`.
     """
 
     periods: Mapping[str, str] = field(default_factory=dict)
     layer_types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     rope_by_layer: tuple[str, ...] = ()
     extended: tuple[str, ...] = ()
 
@@ -101,6 +132,7 @@ class Family:
     infill: tokens for infilling, in any model whose vocabulary has all of them.
     function_variables: the variables that mlx-lm's function in place of a template knows.
     shown: changes a message in the template's form to one that the template takes.
+    vision: its checkpoints that see.
     config, modules: facts about config.json and about mlx-lm's modules.
     """
 
@@ -115,5 +147,6 @@ class Family:
     infill: tuple[InfillTokens, ...] = ()
     function_variables: frozenset[str] | None = None
     shown: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    vision: tuple[VisionFacts, ...] = ()
     config: ConfigFacts = field(default_factory=ConfigFacts)
     modules: ModuleFacts = field(default_factory=ModuleFacts)

@@ -41,6 +41,7 @@ from mlx_manager.mlx_server.models.adapters.answer import (
 )
 from mlx_manager.mlx_server.models.adapters.fitting import ALL, LAST_RESORT, NOTHING, Fitting
 from mlx_manager.mlx_server.models.adapters.generic_tools import tools_text
+from mlx_manager.mlx_server.models.adapters.literals import Literals, Rendered, unused
 from mlx_manager.mlx_server.models.adapters.messages import template_messages, template_tools
 from mlx_manager.mlx_server.models.adapters.template import (
     RENDER_ERRORS,
@@ -59,7 +60,13 @@ from mlx_manager.mlx_server.models.adapters.tool_schemas import (
 from mlx_manager.mlx_server.models.adapters.tool_syntax import syntax_of
 from mlx_manager.mlx_server.models.adapters.turns import Changes, WriteCalls, turns, with_system
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_id, token_ids
-from mlx_manager.mlx_server.models.families import DEFAULT, FAMILIES, family_of
+from mlx_manager.mlx_server.models.families import (
+    DEFAULT,
+    FAMILIES,
+    VISIONS,
+    family_of,
+    vision_facts,
+)
 from mlx_manager.mlx_server.models.family import Family, Marks, MessageFormat, Tags
 from mlx_manager.mlx_server.text.tool_calls.formats import FORMATS, GENERIC, LLAMA
 from mlx_manager.mlx_server.text.tool_calls.writer import write_calls
@@ -76,6 +83,7 @@ _RENDERER_OPTIONS = (
 THINKING = tuple(marks for family in FAMILIES.values() for marks in family.thinking)
 CONTENT = tuple(marks for family in FAMILIES.values() for marks in family.content)
 INFILL = tuple(tokens for family in FAMILIES.values() for tokens in family.infill)
+PICTURES = frozenset(word for facts in VISIONS for word in facts.words)
 
 
 class Adapter:
@@ -98,20 +106,30 @@ class Adapter:
         self._write: WriteCalls = _write_generic
         self._traits = TemplateTraits()
         self._learned_turn_end: int | None = None
+        self._sees = vision_facts(config or {})
+        self._literals = Literals(PICTURES, tokenizer)
         if tokenizer is not None and tokenizer.has_chat_template:
             self._syntax = self._syntax_of(tokenizer)
-            self._traits = probe(self._render_plainly(tokenizer))
+            self._traits = probe(self._render_plainly(tokenizer), self._placeholder)
             self._learned_turn_end = self._turn_end_of(self._traits, tokenizer)
         form = self._syntax
         # Where answers are messages with headers, calls are no part of a message's text.
         known = form is not LLAMA or self._traits.tools != "nowhere"
         if form is not None and known and not form.whole:
             self._write = partial(write_calls, form)
-        self._fitting = Fitting(partial(self._rendered, tokenizer), self._placed)
+        self._fitting = Fitting(self._outlined(tokenizer), self._placed, self._placeholder)
 
     @property
     def family(self) -> str:
         return self._family.name
+
+    @property
+    def _placeholder(self) -> str:
+        """Return the text that stands for a picture; "" for a model that sees none."""
+        return self._sees.placeholder if self._sees else ""
+
+    def _outlined(self, tokenizer: Tokenizer) -> Callable[[Conversation, Changes], str]:
+        return lambda outline, changes: self._rendered(tokenizer, outline, changes).text
 
     def _syntax_of(self, tokenizer: Tokenizer) -> ToolFormat:
         found = syntax_of(tokenizer)
@@ -157,7 +175,14 @@ class Adapter:
         return text
 
     def render_text(self, conversation: Conversation, tokenizer: Tokenizer) -> str:
-        """Return the prompt's text, as the template renders it.
+        """Return the prompt's text as the template renders it, pictures as their placeholder.
+
+        Raises: the errors of `render`.
+        """
+        return self.render(conversation, tokenizer).text
+
+    def render(self, conversation: Conversation, tokenizer: Tokenizer) -> Rendered:
+        """Return the prompt as the template renders it. Callers' texts hold no placeholder in it.
 
         Raises:
             InvalidRequest: the model has no chat template, or the template refuses the
@@ -180,12 +205,12 @@ class Adapter:
             if tried != changes and not self._fitting.shows(conversation, tried):
                 continue
             try:
-                text = self._rendered(tokenizer, conversation, tried, described=described)
+                found = self._rendered(tokenizer, conversation, tried, described=described)
             except RENDER_ERRORS as error:
                 refusals.append(error)
             else:
                 # JSON can escape half a character; no tokenizer takes one.
-                return encodable(text)
+                return found.changed(encodable)
         raise _refused(conversation, refusals[0]) from refusals[0]
 
     def _refusal(self, conversation: Conversation, tokenizer: Tokenizer) -> MLXManagerError:
@@ -212,18 +237,22 @@ class Adapter:
         changes: Changes,
         *,
         described: bool = False,
-    ) -> str:
+    ) -> Rendered:
         """Return the template's text. described: write the tools' parameters into their
         descriptions."""
         placed = self._placed(conversation, changes)
-        messages = template_messages(placed, self._traits)
+        written = self._sees.written if self._sees else ""
+        picture = unused("seen", [message.text for message in placed]) if written else ""
+        messages = template_messages(placed, self._traits, picture)
         options = self.variables(conversation) | self._tool_options(conversation, described)
         if self._traits.tools_as == "text" and conversation.offers_tools:
             messages[0]["tools"] = functions_text(template_tools(conversation.tools))
         if conversation.continue_final_message:
             options["continue_final_message"] = True
         prompted = conversation.add_generation_prompt and not conversation.continue_final_message
-        return self.apply_chat_template(tokenizer, messages, prompted, **options)
+        cut, (messages, options) = self._literals.cut(messages, options)
+        text = self.apply_chat_template(tokenizer, messages, prompted, **options)
+        return Rendered(text.replace(picture, written) if picture else text, cut)
 
     def _placed(self, conversation: Conversation, changes: Changes) -> list[Message]:
         messages: Sequence[Message] = conversation.messages
@@ -271,9 +300,13 @@ class Adapter:
             case "text":
                 return {}
 
-    def encode_text(self, text: str, tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens of a rendered or raw prompt, with one BOS if the model wants one."""
-        ids = token_ids(tokenizer, text)
+    def encode_text(self, text: str, tokenizer: Tokenizer, cut: str = "") -> list[int]:
+        """Return the tokens of a rendered or raw prompt, with one BOS if the model wants one.
+
+        cut: see `Rendered`; no token spans it.
+        """
+        pieces = text.split(cut) if cut else [text]
+        ids = [token for piece in pieces for token in token_ids(tokenizer, piece)]
         prefix = _prefix(tokenizer)
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import combinations, count, pairwise
 from typing import Any
 
-from mlx_manager.mlx_server.core import Conversation, Message, Tool, ToolCall
+from mlx_manager.mlx_server.core import Conversation, Image, Message, Parts, Tool, ToolCall
 from mlx_manager.mlx_server.models.adapters.template import RENDER_ERRORS
 from mlx_manager.mlx_server.models.adapters.turns import Change, Changes, by_turn
 from mlx_manager.mlx_server.text.tool_calls.writer import call_object
@@ -23,7 +23,9 @@ Rendered = Callable[[Conversation, Changes], str]
 Placed = Callable[[Conversation, Changes], Sequence[Message]]
 
 NOTHING: Changes = frozenset()
-_CHANGES: Sequence[Change] = ("apart", "alternating", "gathered", "completed", "the user's")
+_CHANGES: Sequence[Change] = (
+    *("apart", "alternating", "gathered", "completed", "the user's", "pictures"),
+)
 ALL: Changes = frozenset(_CHANGES)
 _TOGETHER = 2
 """Most changes that are tried together, before all are."""
@@ -31,6 +33,7 @@ _AS_TEXT: Sequence[Changes] = (
     frozenset({"as text"}),
     frozenset({"as text", "alternating"}),
     frozenset({"as text", "alternating", "the user's"}),
+    frozenset({"as text", "alternating", "the user's", "pictures"}),
 )
 LAST_RESORT = _AS_TEXT[-1]
 """Changes that leave only texts of the user and the assistant in turn."""
@@ -47,7 +50,8 @@ _FIRST, _LAST = 4, 8
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A conversation with words in place of its texts. words: the words that must be rendered."""
+    """A conversation with words in place of its texts. words: the words that must be rendered.
+    pictures: the number of pictures that must be."""
 
     messages: tuple[Message, ...]
     offers: bool
@@ -55,6 +59,7 @@ class Outline:
     continue_final_message: bool
     template_args: tuple[tuple[str, Any], ...]
     words: tuple[str, ...] = field(compare=False)
+    pictures: int = 0
 
     @property
     def conversation(self) -> Conversation:
@@ -72,18 +77,20 @@ _TOOL = Tool(
     "qtellsq",
     {"type": "object", "properties": {"qwordq": {"type": "string", "description": "d"}}},
 )
+_PICTURE = Image(b"", "", 1, 1)
 
 
 class Fitting:
     """Search for the changes that one model's template needs. Safe to use from several threads.
 
     render: returns a conversation's text once these changes are made. place: returns its messages
-    then.
+    then. placeholder: the text of a picture.
     """
 
-    def __init__(self, render: Rendered, place: Placed) -> None:
+    def __init__(self, render: Rendered, place: Placed, placeholder: str = "") -> None:
         self._render = render
         self._place = place
+        self._placeholder = placeholder
         self._remembered = lru_cache(_KNOWN)(self._found)
 
     def changes(self, conversation: Conversation) -> Changes | None:
@@ -110,6 +117,8 @@ class Fitting:
         try:
             text = self._render(outline.conversation, changes)
         except RENDER_ERRORS:
+            return False
+        if self._placeholder and text.count(self._placeholder) != outline.pictures:
             return False
         return all(word in text for word in outline.words)
 
@@ -150,10 +159,15 @@ def outline_of(conversation: Conversation) -> Outline:
     def call(made: ToolCall) -> ToolCall:
         return ToolCall(alias(made.id) or "", word(), _arguments(made.arguments, word))
 
+    def content(said: Parts) -> Parts:
+        if isinstance(said, str):
+            return word() if said.strip() else ""
+        return tuple(_PICTURE if isinstance(part, Image) else word() for part in said)
+
     def message(said: Message) -> Message:
         return replace(
             said,
-            content=word() if said.text.strip() else "",
+            content=content(said.content),
             name=said.name and "qnameq",
             reasoning=said.reasoning and "qthoughtq",
             tool_calls=tuple(map(call, said.tool_calls)),
@@ -169,6 +183,7 @@ def outline_of(conversation: Conversation) -> Outline:
         conversation.continue_final_message,
         tuple(sorted(_small(conversation.template_args))),
         (*words, *((_TOOL.name, _TOOL.description or "") if offers else ())),
+        sum(len(message.images) for message in messages),
     )
 
 
@@ -195,7 +210,7 @@ def _kind(message: Message) -> Hashable:
     """Return the properties of a message that a template may treat differently."""
     calls = tuple(_arguments(call.arguments, str) for call in message.tool_calls)
     said = bool(message.text.strip()), bool(message.reasoning), message.tool_call_id is None
-    return message.role, said, calls
+    return message.role, said, bool(message.images), calls
 
 
 def _arguments(text: str, word: Callable[[], str]) -> str:

@@ -10,6 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlx_manager.mlx_server.core import Parts
+from mlx_manager.mlx_server.models.adapters.parts import in_one
+
 _INSTRUCTIONS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -34,6 +37,6 @@ def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
     return _INSTRUCTIONS.format(tools=listed)
 
 
-def result_text(content: str) -> str:
-    """Return the result of a call as text of the user."""
-    return f"<tool_response>\n{content}\n</tool_response>"
+def result_parts(content: Parts) -> Parts:
+    """Return the result of a call as content of the user."""
+    return in_one("<tool_response>\n", content, "\n</tool_response>")

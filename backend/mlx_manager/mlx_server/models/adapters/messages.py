@@ -9,8 +9,8 @@ import string
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mlx_manager.mlx_server.core import Message, Tool, ToolCall
-from mlx_manager.mlx_server.models.adapters.template import TemplateTraits
+from mlx_manager.mlx_server.core import Message, Parts, Tool, ToolCall
+from mlx_manager.mlx_server.models.adapters.template import TemplateTraits, text_parts
 from mlx_manager.mlx_server.text.tool_calls.writer import call_object
 
 _BASE62 = string.digits + string.ascii_letters
@@ -35,11 +35,16 @@ def template_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
     ]
 
 
-def template_messages(messages: Iterable[Message], traits: TemplateTraits) -> list[dict[str, Any]]:
-    """Return messages as dicts. Each must have a place in the template; see `turns`."""
+def template_messages(
+    messages: Iterable[Message], traits: TemplateTraits, picture: str = ""
+) -> list[dict[str, Any]]:
+    """Return messages as dicts. Each must have a place in the template; see `turns`.
+
+    picture: the word that stands for a picture where the template takes only texts.
+    """
     known = list(messages)
     names = {call.id: call.name for message in known for call in message.tool_calls}
-    return [_entry(message, traits, names) for message in known]
+    return [_entry(message, traits, names, picture) for message in known]
 
 
 def _short_id(call_id: str) -> str:
@@ -50,12 +55,15 @@ def _short_id(call_id: str) -> str:
     return "".join(_BASE62[number // 62**place % 62] for place in range(9))
 
 
-def _entry(message: Message, traits: TemplateTraits, names: dict[str, str]) -> dict[str, Any]:
+def _entry(
+    message: Message, traits: TemplateTraits, names: dict[str, str], picture: str
+) -> dict[str, Any]:
     """Return a message as a dict, without keys that have no value: templates test for keys."""
-    content = message.text
+    content = message.content
     if message.role == "assistant" and not message.tool_calls:
         content = content or traits.filler
-    entry: dict[str, Any] = {"role": message.role, "content": content}
+    shown = _content(content, traits, picture)
+    entry: dict[str, Any] = {"role": message.role, "content": shown}
     name = message.name
     call_id = message.tool_call_id
     if message.role == "tool" and traits.call_ids == "short":
@@ -73,6 +81,18 @@ def _entry(message: Message, traits: TemplateTraits, names: dict[str, str]) -> d
     if message.tool_calls:
         entry["tool_calls"] = [_call(call, traits) for call in message.tool_calls]
     return entry
+
+
+def _content(content: Parts, traits: TemplateTraits, picture: str) -> Any:
+    """Return a content as the template reads it."""
+    if isinstance(content, str):
+        return text_parts(content) if traits.content == "parts" else content
+    if traits.content == "text":
+        return "".join(part if isinstance(part, str) else picture for part in content)
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+        for part in content
+    ]
 
 
 def _call(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:

@@ -48,6 +48,7 @@ ToolPlace = Literal["anywhere", "in system", "nowhere"]
 ToolForm = Literal["tools", "functions", "text"]
 CallIds = Literal["any", "short", "numbered", "numbered anew"]
 ThinkingSwitch = Literal["enable_thinking", "thinking", "reasoning", "thinking_budget"]
+Contents = Literal["text", "parts", "both"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,8 @@ class TemplateTraits:
     or results are left out where there is no list at all. turn_end: the text between an answer and
     the user's next message. thinking: the variable that switches thinking on and off (a budget does
     so by 0). opens_thinking: the template begins answers with `<think>` itself, always or if told
-    to. drops_thinking: the text before `</think>` is left out of past answers.
+    to. drops_thinking: the text before `</think>` is left out of past answers. content: the forms
+    of contents that it shows: texts, lists of parts (which alone hold pictures), or both.
     """
 
     system: SystemPlace = "anywhere"
@@ -88,11 +90,18 @@ class TemplateTraits:
     thinking: ThinkingSwitch = "enable_thinking"
     opens_thinking: bool = False
     drops_thinking: bool = False
+    content: Contents = "text"
 
 
-def probe(render: Render) -> TemplateTraits:
-    """Return the traits of the template behind `render`."""
+def probe(render: Render, placeholder: str = "") -> TemplateTraits:
+    """Return the traits of the template behind `render`.
+
+    placeholder: the text that stands for a picture, of a model that sees.
+    """
     user, answer = _message("user", _USER), _message("assistant", _ANSWER)
+    content = _contents(render, placeholder)
+    if content == "parts":
+        render = _given_parts(render)
     place, tools_as = _tools(render, user)
     if tools_as == "functions":
         render = _given_functions(render)
@@ -120,7 +129,35 @@ def probe(render: Render) -> TemplateTraits:
         thinking=_thinking(render, user, nothing),
         opens_thinking=_opens_thinking(render, user, nothing),
         drops_thinking=_drops_thinking(render, user, nothing),
+        content=content,
     )
+
+
+def _contents(render: Render, placeholder: str) -> Contents:
+    """Return the forms of contents that the template shows. Some templates of models that see
+    leave out contents that are no lists."""
+    pictured = [*text_parts(_USER), {"type": "image"}, *text_parts(_LATER)]
+
+    def takes(content: Any, *words: str) -> bool:
+        said = [{"role": "user", "content": content}]
+        return _shows(render, said, None, *words) or _shows(render, said, [], *words)
+
+    if not placeholder or not takes(pictured, _USER, placeholder, _LATER):
+        return "text"
+    return "both" if takes(_USER, _USER) else "parts"
+
+
+def text_parts(text: str) -> list[dict[str, Any]]:
+    """Return a text as a list of parts."""
+    return [{"type": "text", "text": text}]
+
+
+def _given_parts(render: Render) -> Render:
+    def given(messages: Messages, tools: Tools | None, **variables: Any) -> str:
+        shown = [{**message, "content": text_parts(message["content"])} for message in messages]
+        return render(shown, tools, **variables)
+
+    return given
 
 
 def _system(

@@ -5,25 +5,29 @@ Each change keeps every text. `fitting` finds the changes that a conversation ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mlx_manager.mlx_server.core import Message, Role, ToolCall
-from mlx_manager.mlx_server.models.adapters.generic_tools import result_text
+from mlx_manager.mlx_server.core import Message, Part, Role, ToolCall
+from mlx_manager.mlx_server.models.adapters.generic_tools import result_parts
+from mlx_manager.mlx_server.models.adapters.parts import in_one, paragraphs
 from mlx_manager.mlx_server.models.adapters.template import SystemPlace, TemplateTraits
 
 WriteCalls = Callable[[Sequence[ToolCall]], str]
 """Function that writes calls as the model would, for a template that leaves them out."""
 
-Change = Literal["apart", "alternating", "gathered", "completed", "the user's", "as text"]
+Change = Literal[
+    "apart", "alternating", "gathered", "completed", "the user's", "as text", "pictures"
+]
 """Changes to a conversation that a template refuses, or shows in part.
 
 apart: text beside calls becomes a message of its own, before them. alternating: neighbours of one
 role are joined, and empty messages keep user and assistant in turn. gathered: results follow their
 calls; results without a call become the user's text. completed: calls without a result get an empty
 one. the user's: system messages become the user's text. as text: results become the user's text,
-and calls the assistant's.
+and calls the assistant's. pictures: those of results, and of the system's and the assistant's
+messages, become the user's, after them.
 """
 
 Changes = frozenset[Change]
@@ -48,6 +52,8 @@ def turns(
         placed = [_with_calls_written(message, write) for message in placed]
     if not results:
         placed = _results_as_text(placed)
+    if "pictures" in changes:
+        placed = _pictures_apart(placed)
     return _alternating(placed) if "alternating" in changes else placed
 
 
@@ -60,7 +66,7 @@ def with_system(messages: Sequence[Message], told: str) -> list[Message]:
     """Return the messages with a system message at the beginning, to which `told` is added."""
     if messages and messages[0].role == "system":
         first = messages[0]
-        return [replace(first, content=_paragraphs([first.text, told])), *messages[1:]]
+        return [replace(first, content=paragraphs([first.content, told])), *messages[1:]]
     return [Message("system", told), *messages]
 
 
@@ -77,11 +83,11 @@ def _place_system(messages: Sequence[Message], place: SystemPlace, joined: bool)
         rest = _as_the_users(rest)
     if not leading:
         return rest
-    system = _paragraphs(message.text for message in messages[:leading])
+    system = paragraphs(message.content for message in messages[:leading])
     host = _host(rest, place)
     if host is None:
         return [Message("user" if place == "nowhere" else "system", system), *rest]
-    said = replace(rest[host], content=_paragraphs([system, rest[host].text]))
+    said = replace(rest[host], content=paragraphs([system, rest[host].content]))
     return [*rest[:host], said, *rest[host + 1 :]]
 
 
@@ -105,7 +111,7 @@ def _as_the_users(messages: Sequence[Message]) -> list[Message]:
     lent = False
     for message in messages:
         system = message.role == "system"
-        said = Message("user", message.text) if system else message
+        said = Message("user", message.content) if system else message
         if (system or lent) and placed and placed[-1].role == said.role == "user":
             placed[-1] = _joined(placed[-1], said)
             lent = True
@@ -115,8 +121,24 @@ def _as_the_users(messages: Sequence[Message]) -> list[Message]:
     return placed
 
 
-def _paragraphs(texts: Iterable[str]) -> str:
-    return "\n\n".join(text for text in texts if text)
+def _pictures_apart(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with all pictures in the user's: in the next one, or in one of their own
+    before the assistant goes on."""
+    placed: list[Message] = []
+    owed: tuple[Part, ...] = ()
+    for message in messages:
+        said = message
+        if message.role == "user" and owed:
+            said = replace(message, content=paragraphs([owed, message.content]))
+            owed = ()
+        elif message.role == "assistant" and owed:
+            placed.append(Message("user", owed))
+            owed = ()
+        if message.role != "user" and message.images:
+            owed += message.images
+            said = replace(message, content=message.text)
+        placed.append(said)
+    return [*placed, Message("user", owed)] if owed else placed
 
 
 # ---------------------------------------------------------------------------------------------
@@ -125,10 +147,10 @@ def _paragraphs(texts: Iterable[str]) -> str:
 
 
 def _joined(first: Message, second: Message) -> Message:
-    reasoning = _paragraphs([first.reasoning or "", second.reasoning or ""])
+    reasoning = "\n\n".join(filter(None, [first.reasoning, second.reasoning]))
     return replace(
         second,
-        content=_paragraphs([first.text, second.text]),
+        content=paragraphs([first.content, second.content]),
         name=first.name if first.name == second.name else None,
         reasoning=reasoning or second.reasoning,
     )
@@ -301,7 +323,7 @@ def _gather(result: Message, placed: list[Message | Turn], by_call: dict[str, Tu
     if turn is not None:
         turn.results.append(result)
     else:
-        placed.append(Message("user", result_text(result.text)))
+        placed.append(Message("user", result_parts(result.content)))
 
 
 def _apart(messages: Sequence[Message]) -> Iterator[Message]:
@@ -316,7 +338,9 @@ def _apart(messages: Sequence[Message]) -> Iterator[Message]:
 def _with_calls_written(message: Message, write: WriteCalls) -> Message:
     if not message.tool_calls:
         return message
-    content = (message.text + write(message.tool_calls)).lstrip("\n")
+    content = in_one(message.content, write(message.tool_calls))
+    if isinstance(content, str):
+        content = content.lstrip("\n")
     return replace(message, content=content, tool_calls=())
 
 
@@ -327,9 +351,9 @@ def _results_as_text(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         said = message
         if message.role == "tool":
-            said = Message("user", result_text(message.text))
+            said = Message("user", result_parts(message.content))
             if before == "tool":
-                said = replace(said, content=f"{placed.pop().text}\n{said.text}")
+                said = replace(said, content=in_one(placed.pop().content, "\n", said.content))
         placed.append(said)
         before = message.role
     return placed

@@ -28,6 +28,7 @@ from mlx_manager.mlx_server.errors import ModelLoadFailed
 from mlx_manager.mlx_server.models.architectures import architecture, with_known_names
 from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
 from mlx_manager.mlx_server.models.checkpoint.heads import Heads, is_head
+from mlx_manager.mlx_server.models.checkpoint.language import language_classes, with_whole_text
 from mlx_manager.mlx_server.models.checkpoint.renamed import with_old_names
 from mlx_manager.mlx_server.models.checkpoint.rope import in_all_forms
 from mlx_manager.mlx_server.models.checkpoint.rope_defaults import with_base
@@ -67,7 +68,7 @@ def planned(folder: ModelFolder) -> Plan:
     quantisation = folder.path / QUANTISATION
     if "quantization_config" not in config and quantisation.is_file():
         config["quantization_config"] = json.loads(quantisation.read_bytes())
-    config = with_old_names(in_all_forms(with_base(config)))
+    config = with_old_names(in_all_forms(with_base(with_whole_text(config))))
     heads = Heads.of(folder.weights)
     if untied := heads.untied(config):
         log.warning(
@@ -108,7 +109,9 @@ def _classes(plan: Plan) -> Classes:
     def classes(config: dict[str, Any]) -> tuple[Callable[[Any], nn.Module], Any]:
         own_code = plan.config.get("model_file")
         model_class, arguments_class = (
-            standard(config=config) if own_code is None else code_of(plan.folder.path / own_code)
+            language_classes(config, standard) or standard(config=config)
+            if own_code is None
+            else code_of(plan.folder.path / own_code)
         )
 
         def make(arguments: object) -> nn.Module:

@@ -36,6 +36,9 @@ def _missing(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if len(known) == 1:
         yield from ((name, config[known[0]]) for name in EITHER)
     kinds, model_type = config.get("layer_types"), config.get("model_type")
+    for old, new in CONFIG.names.get(str(model_type), {}).items():
+        if old not in config and new in config:
+            yield old, config[new]
     if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not kinds:
         return
     if not isinstance(model_type, str):

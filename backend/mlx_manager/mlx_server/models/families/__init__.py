@@ -10,7 +10,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, TypeVar
 
-from mlx_manager.mlx_server.models.family import ConfigFacts, Family
+from mlx_manager.mlx_server.models.family import ConfigFacts, Family, VisionFacts
 from mlx_manager.mlx_server.models.module_facts import ModuleFacts
 
 Facts = TypeVar("Facts", ConfigFacts, ModuleFacts)
@@ -36,6 +36,20 @@ def _joined(several: Iterable[Facts], empty: Facts) -> Facts:
 CONFIG = _joined((family.config for family in FAMILIES.values()), ConfigFacts())
 MODULES = _joined((family.modules for family in FAMILIES.values()), ModuleFacts())
 """Facts about the config.json files and the modules of all families."""
+
+
+VISIONS = tuple(facts for family in FAMILIES.values() for facts in family.vision)
+"""Checkpoints that see, of all families."""
+
+
+def vision_facts(config: Mapping[str, Any]) -> VisionFacts | None:
+    """Return the declaration of a checkpoint that sees, by its config.json; None for others."""
+    encoder = config.get("vision_config")
+    if not isinstance(encoder, Mapping):
+        return None
+    kind, its = config.get("model_type"), encoder.get("model_type")
+    found = (each for each in VISIONS if kind in each.kinds and each.encoder in ("", its))
+    return next(found, None)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Gemma 1 to 4. Gemma 4 ends its turns with `<turn|>`, older ones with `<end_of_turn>`."""
 
-from mlx_manager.mlx_server.models.family import ConfigFacts, Family
+from mlx_manager.mlx_server.models.family import ConfigFacts, Family, VisionFacts
 from mlx_manager.mlx_server.models.module_facts import (
     AttentionNames,
     BlockNames,
@@ -19,6 +19,30 @@ FAMILY = Family(
         rope_by_layer=("gemma4_text",),
         # By a linear factor.
         extended=("gemma3",),
+    ),
+    vision=(
+        VisionFacts(
+            kinds=("gemma3",),
+            tower="gemma3",
+            tensors=(
+                *("model.vision_tower.", "vision_tower."),
+                *("model.multi_modal_projector.", "multi_modal_projector."),
+            ),
+            placeholder="<start_of_image>",
+            written="<start_of_image>",
+            tokens=("<image_soft_token>", "<end_of_image>"),
+        ),
+        VisionFacts(
+            kinds=("gemma4",),
+            tower="gemma4",
+            tensors=(
+                *("model.vision_tower.", "vision_tower."),
+                *("model.embed_vision.", "embed_vision."),
+            ),
+            placeholder="<|image|>",
+            written="<|image|>",
+            tokens=("<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
+        ),
     ),
     modules=ModuleFacts(
         blocks=(

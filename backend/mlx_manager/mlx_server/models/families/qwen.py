@@ -1,7 +1,11 @@
 """Qwen, QwQ, and Qwen 3.5 and Next, of whose layers some have the gated delta rule."""
 
-from mlx_manager.mlx_server.models.family import ConfigFacts, Family, InfillTokens
+from mlx_manager.mlx_server.models.family import ConfigFacts, Family, InfillTokens, VisionFacts
 from mlx_manager.mlx_server.models.module_facts import AttentionNames, ModuleFacts, Routing
+
+TENSORS = ("model.visual.", "visual.", "vision_tower.", "model.language_model.visual.")
+WORDS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|video_pad|>")
+WRITTEN = "<|vision_start|><|image_pad|><|vision_end|>"
 
 FAMILY = Family(
     "qwen",
@@ -13,6 +17,17 @@ FAMILY = Family(
         periods=dict.fromkeys(
             ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
             "full_attention_interval",
+        ),
+    ),
+    vision=(
+        VisionFacts(("qwen2_5_vl",), "qwen2_5_vl", TENSORS, "<|image_pad|>", WRITTEN, WORDS),
+        VisionFacts(
+            ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+            "qwen3_vl",
+            TENSORS,
+            "<|image_pad|>",
+            WRITTEN,
+            WORDS,
         ),
     ),
     modules=ModuleFacts(

@@ -41,6 +41,7 @@ from mlx_manager.mlx_server.models.facts import WeightsForm
 from mlx_manager.mlx_server.models.loading.layout import lay_out
 from mlx_manager.mlx_server.models.loading.timing import fastest
 from mlx_manager.mlx_server.models.loading.tokenizers import read_tokenizer
+from mlx_manager.mlx_server.models.loading.vision import load_vision, tower_bytes
 from mlx_manager.mlx_server.models.loading.weights import (
     activation_dtype,
     convert,
@@ -54,6 +55,7 @@ from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.progress import Doing, unheard
 from mlx_manager.mlx_server.utils.text import sized
+from mlx_manager.mlx_server.vision.prompts import Vision
 
 log = logging.getLogger(__name__)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
@@ -67,7 +69,8 @@ class LoadedModel:
     """A model in memory, with all that is needed to talk to it. nbytes: measured, of its weights.
 
     vocabulary: rows of its embedding; the tokenizer may have fewer tokens, or more. sampling: the
-    makers' sampling values, for requests that give none.
+    makers' sampling values, for requests that give none. vision: what it sees by; None for a model
+    that takes no pictures.
     """
 
     id: str
@@ -83,6 +86,7 @@ class LoadedModel:
     weights: WeightsForm
     sampling: Mapping[str, float]
     kind: Literal["text"] = "text"
+    vision: Vision | None = None
 
 
 def weights_line(model_id: str) -> str:
@@ -142,7 +146,13 @@ def load(
         doing("its weights are read")
         if recipe.adapter is not None:
             model = adapted(model, recipe.adapter)
-        weights, nbytes = settle(model, source.id, limits, ledger, foresight, doing=doing)
+        beside = tower_bytes(checked.plan)
+        weights, nbytes = settle(
+            model, source.id, limits, ledger, foresight, beside=beside, doing=doing
+        )
+        vision = load_vision(source.id, checked.plan, tokenizer, model, ledger, doing=doing)
+        nbytes += 0 if vision is None else bytes_of(vision.tower.module)
+        ledger.record(weights_line(source.id), nbytes)
         return LoadedModel(
             source.id,
             folder.path,
@@ -156,6 +166,7 @@ def load(
             nbytes,
             weights,
             makers_sampling(folder.path),
+            vision=vision,
         )
 
 
@@ -166,12 +177,13 @@ def settle(
     ledger: Ledger,
     foresight: Foresight = NONE,
     *,
+    beside: int = 0,
     doing: Doing = unheard,
 ) -> tuple[WeightsForm, int]:
     """Bring the weights into memory in the fastest form. Return the form, and the bytes, which the
-    ledger has from now on."""
+    ledger has from now on. beside: bytes that are still to be loaded."""
     doing("the fastest form of its weights is chosen")
-    weights = settle_weights(model, model_id, limits, ledger, foresight)
+    weights = settle_weights(model, model_id, limits, ledger, foresight, beside)
     if default_device() == "cpu":
         log.info("%s: %s", model_id, lay_out(model, doing=doing))
     evaluate(model, doing)
@@ -328,21 +340,22 @@ def adapted(model: nn.Module, adapter: Path) -> nn.Module:
     return model
 
 
-def settle_weights(
+def settle_weights(  # noqa: PLR0917
     model: nn.Module,
     model_id: str,
     limits: PoolLimits,
     ledger: Ledger,
     foresight: Foresight,
+    beside: int = 0,
 ) -> WeightsForm:
-    """Choose the weights' form and convert them to it, lazily.
+    """Choose the weights' form and convert them to it, lazily. beside: as in `settle`.
 
     Raises:
         ModelTooLarge: the form asked for does not fit.
     """
     device, line = default_device(), weights_line(model_id)
     granted_bytes = ledger.figures()[line]
-    room = granted_bytes + ledger.available() - int(KV_SHARE * ledger.limit)
+    room = granted_bytes + ledger.available() - int(KV_SHARE * ledger.limit) - beside
     packed = foresight.multiplies_packed(model)
     offered = forms_of(model, device, multiplies_packed=packed)
     forms, reason = shortlist(offered, limits.weights, room)

@@ -33,6 +33,7 @@ TYPES = {
     "gpt-oss": ("gpt_oss",),
     "granite": ("granite", "granitemoehybrid"),
     "hunyuan": ("hunyuan", "hunyuan_v1_dense"),
+    "idefics": ("idefics3", "smolvlm"),
     "laguna": ("laguna",),
     "lfm": ("lfm2", "lfm2_moe", "lfm2-vl"),
     "llama": ("llama", "llama4_text"),
