@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 NO_KEY = "none"
 """Key that is sent to a server that asks for none: agents insist on one."""
@@ -26,7 +27,7 @@ LARGEST_ANSWER = 32_000
 class Target:
     """A model of a server, and the folder of the agent's profile.
 
-    url: without `/v1`. context_length: in tokens.
+    url: without `/v1`. context_length: in tokens. sees: the model reads pictures.
     """
 
     url: str
@@ -34,6 +35,7 @@ class Target:
     model: str
     context_length: int
     profile: Path
+    sees: bool = False
 
     @property
     def api(self) -> str:
@@ -119,6 +121,12 @@ def _codex(target: Target) -> Launch:
 
 def _opencode(target: Target) -> Launch:
     limit = {"context": target.context_length, "output": target.answer}
+    model: dict[str, Any] = {"name": target.model, "limit": limit}
+    if target.sees:
+        model |= {
+            "attachment": True,
+            "modalities": {"input": ["text", "image"], "output": ["text"]},
+        }
     config = {
         "$schema": "https://opencode.ai/config.json",
         "provider": {
@@ -126,7 +134,7 @@ def _opencode(target: Target) -> Launch:
                 "npm": "@ai-sdk/openai-compatible",
                 "name": "MLX Manager",
                 "options": {"baseURL": target.api, "apiKey": target.key},
-                "models": {target.model: {"name": target.model, "limit": limit}},
+                "models": {target.model: model},
             }
         },
         "model": f"mlx-manager/{target.model}",
@@ -166,6 +174,7 @@ def _aider(target: Target) -> Launch:
             "max_output_tokens": target.answer,
             "litellm_provider": "openai",
             "mode": "chat",
+            "supports_vision": target.sees,
         }
     }
     file = target.profile / "models.json"
@@ -199,6 +208,7 @@ def _crush(target: Target) -> Launch:
         "name": target.model,
         "context_window": target.context_length,
         "default_max_tokens": target.answer,
+        "supports_attachments": target.sees,
     }
     chosen = {"provider": "mlx-manager", "model": target.model}
     config = {

@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "utils": LEAVES,
     "observability": LEAVES,
     "schemas": LEAVES,
-    "protocols": LEAVES | {"schemas"},
+    "images": FOUNDATION,
+    "protocols": LEAVES | {"images", "schemas"},
     "stream": LEAVES,
     "memory": FOUNDATION | {"devices"},
     "devices": FOUNDATION | {"memory"},
@@ -60,8 +61,9 @@ MAY_IMPORT = {
     "workers": FOUNDATION | {"models", "stream"},
     "pool": FOUNDATION | {"models", "workers"},
     # Its two doors for scripts (`generate_chat_completion`) take and give wire types.
-    "services": FOUNDATION | {"models", "observability", "pool", "protocols", "schemas", "stream"},
-    "api": LEAVES | {"services", "protocols", "schemas", "observability", "stream"},
+    "services": FOUNDATION
+    | {*("images", "models", "observability", "pool", "protocols", "schemas", "stream")},
+    "api": LEAVES | {"images", "services", "protocols", "schemas", "observability", "stream"},
 }
 """Besides itself; `main` composes and may import all. Nobody imports `api` or `main`."""
 ROOMS = {

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from mlx_manager.bench.exchange import Outcome, exchange, make_session
-from mlx_manager.bench.plan import USUAL, Plan, TextLength, random_text
+from mlx_manager.bench.plan import USUAL, Plan, TextLength
 
 FEW = 8
 WARMUP_TOKENS = 16
@@ -52,7 +52,7 @@ async def measure(plan: Plan, tell: Callable[[Measured], None]) -> Measured:
         plan, length = await calibrate(session, plan, random)
         words = length.words(plan.prompt_tokens)
         warm = min(WARMUP_TOKENS, plan.output_tokens)
-        warmups = [plan.body(random_text(random, words), warm) for _ in range(plan.warmup)]
+        warmups = [plan.body(random, words, warm) for _ in range(plan.warmup)]
         await warm_up(session, plan, warmups)
         measured = Measured(plan)
         started, cpu = time.perf_counter(), time.process_time()
@@ -69,18 +69,18 @@ async def calibrate(
     session: aiohttp.ClientSession, plan: Plan, random: Random
 ) -> tuple[Plan, TextLength]:
     """Learn how the model counts words, and whether the server takes `ignore_eos`."""
-    first = await exchange(session, plan, plan.body(random_text(random, FEW), 1))
+    first = await exchange(session, plan, plan.body(random, FEW, 1))
     if first.status in REFUSED and plan.extra.get("ignore_eos"):
         plan = replace(plan, extra={**plan.extra, "ignore_eos": None})
-        first = await exchange(session, plan, plan.body(random_text(random, FEW), 1))
+        first = await exchange(session, plan, plan.body(random, FEW, 1))
     if first.error:
         raise FirstRequestFailed(first)
     many = max(10 * FEW, plan.prompt_tokens)
-    second = await exchange(session, plan, plan.body(random_text(random, many), 1))
+    second = await exchange(session, plan, plan.body(random, many, 1))
     while second.status in REFUSED and many > 10 * FEW:
         # So many words may be more tokens than the model takes, where so many tokens are not.
         many = max(10 * FEW, many // 2)
-        second = await exchange(session, plan, plan.body(random_text(random, many), 1))
+        second = await exchange(session, plan, plan.body(random, many, 1))
     if first.usage is None or second.usage is None:
         return plan, USUAL
     return plan, TextLength.measured((FEW, first.usage.prompt), (many, second.usage.prompt))
@@ -112,7 +112,7 @@ async def send_all(
 
     async def send() -> None:
         try:
-            body = plan.body(random_text(random, words), plan.output_tokens)
+            body = plan.body(random, words, plan.output_tokens)
             measured.outcomes.append(await exchange(session, plan, body))
             tell(measured)
         finally:

@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from mlx_manager.pictures import PictureFile
+
+MARK = 8
+"""Bytes that tell a request's picture from others'."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -16,7 +21,8 @@ class Plan:
     begun. concurrency: most requests under way. rate: arrivals a second, at random as people's are
     (a Poisson process); None: the next follows as soon as one ends. prompt_tokens, output_tokens:
     of each request. warmup: requests before, which do not count. timeout: seconds for one answer.
-    extra: fields of every body; None removes one of ours.
+    extra: fields of every body; None removes one of ours. images: pictures of which each request
+    has one, at random.
     """
 
     url: str
@@ -32,11 +38,20 @@ class Plan:
     timeout: float
     seed: int
     extra: dict[str, Any] = field(default_factory=dict)
+    images: tuple[PictureFile, ...] = ()
 
-    def body(self, prompt: str, output_tokens: int) -> dict[str, Any]:
+    def body(self, random: Random, words: int, output_tokens: int) -> dict[str, Any]:
+        """Return a request of random words.
+
+        Its picture, if any, is marked behind its file's end: as of the words, nothing is cached.
+        """
+        content: str | list[dict[str, Any]] = random_text(random, words)
+        if self.images:
+            shown = random.choice(self.images).part(random.randbytes(MARK))  # nosec B311
+            content = [shown, {"type": "text", "text": content}]
         body = {
             "model": self.model,
-            "messages": [{"role": "user", "content": prompt}],
+            "messages": [{"role": "user", "content": content}],
             "max_tokens": output_tokens,
             "temperature": 0,
             "stream": True,

@@ -18,6 +18,7 @@ HELP = {
     "/clear": "forget what was said; the system prompt stays",
     "/system [TEXT]": "set the system prompt; without TEXT, show it; `/system none` removes it",
     "/model [ID]": "go on with another model; without ID, list them",
+    "/image [FILE ...]": "show pictures with the next question; `/image none` takes them back",
     "/retry": "ask the last question again",
     "/undo": "take the last question and its answer back",
     "/save [FILE]": "write the conversation to FILE: Markdown, or messages if it ends in .json",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import Completer, Completion
+from prompt_toolkit.completion import Completer, Completion, PathCompleter
 from prompt_toolkit.completion.base import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import HTML, fragment_list_to_text
@@ -27,6 +27,7 @@ from mlx_manager.chat.commands import HELP, KEYS, NAMES, TAKE_NOTHING, Command, 
 from mlx_manager.chat.conversation import Conversation
 from mlx_manager.chat.display import display_for, without_echo
 from mlx_manager.client import ServerClient, ServerRefused, ServerUnreachable
+from mlx_manager.pictures import PictureFile, paths_in, read_picture
 from mlx_manager.printable import in_lines, is_dumb, on_one_line
 
 
@@ -34,7 +35,8 @@ from mlx_manager.printable import in_lines, is_dumb, on_one_line
 class Chat:
     """The state of one session. `parameters`: what each request carries besides the messages.
 
-    markdown: answers are drawn as Markdown. reasoning: thinking is shown.
+    markdown: answers are drawn as Markdown. reasoning: thinking is shown. images: pictures for the
+    next question.
     """
 
     client: ServerClient
@@ -44,6 +46,7 @@ class Chat:
     markdown: bool = True
     reasoning: bool = True
     conversation: Conversation = field(default_factory=Conversation)
+    images: tuple[PictureFile, ...] = ()
 
     def run(self, history: History) -> None:
         """Until /exit or Ctrl-D. Failures of a question are shown, and the session goes on."""
@@ -71,12 +74,12 @@ class Chat:
                     case "":
                         continue
                     case question:
-                        self._ask(question)
+                        self._ask(question, self.images)
             except KeyboardInterrupt:
                 self._say("stopped")
 
-    def _ask(self, question: str) -> None:
-        self.conversation.ask(question)
+    def _ask(self, question: str, images: tuple[PictureFile, ...] = ()) -> None:
+        self.conversation.ask(question, images)
         self.console.print()
         try:
             answer = self._stream()
@@ -88,6 +91,8 @@ class Chat:
             # Pressed once more, while what had come was still being drawn.
             self.conversation.take_back()
             raise
+        if images is self.images:
+            self.images = ()
         if answer.text or answer.reasoning:
             self.conversation.answer(answer.text, answer.reasoning)
         else:
@@ -125,6 +130,8 @@ class Chat:
                 self._list_models()
             case Command("/model", model):
                 self._switch(model)
+            case Command("/image", argument):
+                self._attach(argument)
             case Command("/retry"):
                 self._retry()
             case Command("/undo"):
@@ -157,12 +164,26 @@ class Chat:
             meant = f" Did you mean {close[0]}?" if close else " /model lists those that are."
             self._warn(f"{model} is not offered.{meant}")
 
+    def _attach(self, argument: str) -> None:
+        """Add pictures to the next question, or say which it has."""
+        if argument == "none":
+            self.images = ()
+        elif argument:
+            try:
+                more = tuple(read_picture(path) for path in paths_in(argument))
+            except ValueError as error:
+                self._warn(str(error))
+                return
+            self.images += more
+        names = ", ".join(str(image.path) for image in self.images)
+        self._say(f"With the next question: {names}" if names else "No pictures.")
+
     def _retry(self) -> None:
         question = self.conversation.take_back()
         if question is None:
             self._warn("There is no question yet.")
         else:
-            self._ask(question)
+            self._ask(question.text, question.images)
 
     def _save(self, file: Path) -> None:
         try:
@@ -194,16 +215,20 @@ def plain_line(prompt: HTML) -> str:
 
 
 class CommandCompleter(Completer):
-    """Commands after a slash, and models after `/model`."""
+    """Commands after a slash, models after `/model`, and files after `/image`."""
 
     def __init__(self, models: Callable[[], list[str]]) -> None:
         self._models = models
+        self._paths = PathCompleter(expanduser=True)
 
     def get_completions(
         self, document: Document, complete_event: CompleteEvent
     ) -> Iterator[Completion]:
         line = document.text_before_cursor
         name, space, begun = line.partition(" ")
+        if name == "/image" and space:
+            yield from self._paths.get_completions(Document(begun), complete_event)
+            return
         if name == "/model" and space:
             offered: Iterable[str] = self._models()
         elif not space and line.startswith("/"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_manager.cli.chat import pictures
 from mlx_manager.cli.connection import KEY_ADVICE, ApiKey, Url, connected, exit_code
 from mlx_manager.cli.terminal import (
     STDOUT,
@@ -55,7 +56,16 @@ Duration = Annotated[
     typer.Option(metavar="N", min=1, max=WEEK, help="Seconds after which no request begins"),
 ]
 PromptTokens = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Of each request, template included")
+    int, typer.Option(metavar="N", min=1, help="Of each request, template and picture included")
+]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        show_default=False,
+        help="A picture before each request's words; of several, one at random",
+    ),
 ]
 OutputTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens of an answer")]
 IgnoreEos = Annotated[
@@ -116,6 +126,7 @@ def bench(
     duration: Duration = None,
     prompt_tokens: PromptTokens = 128,
     output_tokens: OutputTokens = 128,
+    image: Images = None,
     ignore_eos: IgnoreEos = True,
     warmup: Warmup = None,
     timeout: Timeout = 600,
@@ -127,7 +138,8 @@ def bench(
 
     It sends streaming chat completions with random words to a server with OpenAI's API, and prints
     the time to the first token, the pace of the others, and the failures. It counts tokens by the
-    usage that the server reports. The exit code is 1 if a request failed.
+    usage that the server reports. The exit code is 1 if a request failed. No two requests have a
+    picture with the same bytes, so that none is found in the server's cache.
 
     --share starts a server of its own and mlx-lm's stream_generate, both with the same model, which
     take turns at --requests [5] prompts, one at a time. Its file has the figures of every round,
@@ -151,7 +163,7 @@ def bench(
         return
     if file is not None:
         fail(f"{file} is of no use without --share.", ExitCode.USAGE)
-    more = read_extra(extra)
+    more, images = read_extra(extra), pictures(image or ())
     with connected(url, api_key) as client:
         model = model or client.default_model()
     from mlx_manager.bench.plan import Plan
@@ -171,6 +183,7 @@ def bench(
         timeout=timeout,
         seed=seed,
         extra={"ignore_eos": True, **more} if ignore_eos else more,
+        images=images,
     )
     finish(run_plan(plan), as_json)
 

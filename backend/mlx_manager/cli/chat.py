@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ from mlx_manager.cli.terminal import AsJson, ExitCode, fail, note
 
 if TYPE_CHECKING:
     from mlx_manager.client import ServerClient
+    from mlx_manager.pictures import PictureFile
 
 Model = Annotated[
     str | None,
@@ -29,6 +31,15 @@ System = Annotated[
 Once = Annotated[
     str | None,
     typer.Option("--once", metavar="QUESTION", help="Print the answer to one question and end"),
+]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        show_default=False,
+        help="A picture that the question is about; may be given several times",
+    ),
 ]
 MaxTokens = Annotated[int | None, typer.Option(metavar="N", min=1, help="Most tokens of an answer")]
 Temperature = Annotated[
@@ -67,6 +78,7 @@ def chat(
     api_key: ApiKey = None,
     system: System = None,
     once: Once = None,
+    image: Images = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -86,21 +98,25 @@ def chat(
       mlx-manager chat
       mlx-manager chat --model mlx-community/Llama-3.2-3B-Instruct-4bit
       mlx-manager chat --once "What is a KV cache?"
+      mlx-manager chat --once "What is in this picture?" --image photo.jpg
       git diff | mlx-manager chat --once "Write a commit message for this" --plain
     """
     given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     parameters = {name: value for name, value in given.items() if value is not None}
+    images = pictures(image or ())
     question = asked(once)
     if as_json and question is None:
         fail("--json needs a question: --once, or piped text.", ExitCode.USAGE)
     with serving(url, api_key, model) as (client, chosen):
         if question is None:
             view = {"markdown": markdown, "reasoning": reasoning is not False}
-            talk(client, chosen, system or "", parameters, history=history, **view)
+            talk(client, chosen, system or "", images, parameters, history=history, **view)
         else:
-            messages = [{"role": "system", "content": system}] if system else []
-            messages.append({"role": "user", "content": question})
-            body = {"model": chosen, "messages": messages, **parameters}
+            from mlx_manager.chat.conversation import Conversation
+
+            conversation = Conversation(system or "")
+            conversation.ask(question, images)
+            body = {"model": chosen, "messages": conversation.messages(), **parameters}
             answer_once(client, body, markdown, reasoning, as_json)
 
 
@@ -120,6 +136,16 @@ def asked(once: str | None) -> str | None:
     if not question.strip():
         fail("There is no question: the input is empty.", ExitCode.USAGE)
     return question
+
+
+def pictures(paths: Sequence[Path]) -> tuple[PictureFile, ...]:
+    """Return the pictures in files; end the program where one can't be sent."""
+    from mlx_manager.pictures import read_picture
+
+    try:
+        return tuple(map(read_picture, paths))
+    except ValueError as error:
+        fail(str(error), ExitCode.USAGE)
 
 
 @contextmanager
@@ -177,6 +203,7 @@ def talk(
     client: ServerClient,
     model: str,
     system: str,
+    images: tuple[PictureFile, ...],
     parameters: dict[str, Any],
     *,
     markdown: bool,
@@ -197,6 +224,7 @@ def talk(
         markdown=markdown,
         reasoning=reasoning,
         conversation=Conversation(system),
+        images=images,
     )
     session.run(open_history(history_file() if history else None))
 

@@ -79,8 +79,14 @@ def prepared(name: str, agent: Agent, client: ServerClient, model: str, key: str
     """Return what starts the agent; its profile is written."""
     from mlx_manager.agents import NO_KEY, Target, profile_folder, write_profile
 
+    card = card_of(client, model)
     target = Target(
-        client.url, key or NO_KEY, model, context_length(client, model), profile_folder(name)
+        client.url,
+        key or NO_KEY,
+        model,
+        int(card.get("context_length") or card.get("max_model_len") or SMALL_CONTEXT),
+        profile_folder(name),
+        sees="image" in card.get("input_modalities", ()),
     )
     if target.context_length < SMALL_CONTEXT:
         note(
@@ -95,14 +101,13 @@ def prepared(name: str, agent: Agent, client: ServerClient, model: str, key: str
     return started
 
 
-def context_length(client: ServerClient, model: str) -> int:
-    """Return the context length, in tokens, of a model that the server offers.
+def card_of(client: ServerClient, model: str) -> dict[str, Any]:
+    """Return what the server tells of a model that it offers.
 
     Ends the program with exit code 4 where it offers none of that name.
     """
     offered: dict[str, dict[str, Any]] = {each["id"]: each for each in client.models()}
-    found = offered.get(model) or client.model(model)
-    return int(found.get("context_length") or found.get("max_model_len") or SMALL_CONTEXT)
+    return offered.get(model) or client.model(model)
 
 
 def run(started: Launch, command: tuple[str, ...]) -> int:

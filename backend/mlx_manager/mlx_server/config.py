@@ -108,6 +108,17 @@ class ApiLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """Limits of one picture. hosts: those that pictures are fetched from. fetch_seconds: time for
+    fetching one."""
+
+    max_bytes: int = int(Settings.max_image_mb * 2**20)
+    max_pixels: int = int(Settings.max_image_megapixels * 10**6)
+    hosts: tuple[str, ...] = ()
+    fetch_seconds: float = Settings.image_fetch_seconds
+
+
+@dataclass(frozen=True, slots=True)
 class KeyLimits:
     """Limits of one API key; None is no limit.
 
@@ -174,10 +185,14 @@ def _shorter(one: float | None, other: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ResponseLimits:
-    """Storage of responses. path: its file; None: in memory. max_age: seconds without use."""
+    """Storage of responses. path: its file; None: in memory. max_age: seconds without use.
+
+    max_bytes: of their texts. max_image_bytes: of their pictures.
+    """
 
     path: Path | None = None
     max_bytes: int = 64 * 2**20
+    max_image_bytes: int = 256 * 2**20
     max_age: float = 30 * 86400.0
 
 
@@ -236,7 +251,9 @@ class MLXServerSettings(_Fields):
         """Read the digits of an environment variable as the number that they are."""
         return int(value) if isinstance(value, str) and value.isdecimal() else value
 
-    @field_validator("available_models", "allowed_hosts", "cors_origins", mode="before")
+    @field_validator(
+        "available_models", "allowed_hosts", "cors_origins", "image_hosts", mode="before"
+    )
     @classmethod
     def _split_commas(cls, value: object) -> object:
         if isinstance(value, str):
@@ -311,6 +328,11 @@ class MLXServerSettings(_Fields):
     def _check_allowed_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(as_browsers_say, hosts))
 
+    @field_validator("image_hosts")
+    @classmethod
+    def _check_image_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(_host_rule, hosts))
+
     @field_validator("cors_origins")
     @classmethod
     def _check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
@@ -381,6 +403,15 @@ class MLXServerSettings(_Fields):
         )
 
     @cached_property
+    def images(self) -> ImageLimits:
+        return ImageLimits(
+            int(self.max_image_mb * 2**20),
+            int(self.max_image_megapixels * 10**6),
+            self.image_hosts,
+            self.image_fetch_seconds,
+        )
+
+    @cached_property
     def access(self) -> AccessRules:
         limits = KeyLimits(
             self.key_requests_per_minute,
@@ -411,6 +442,7 @@ class MLXServerSettings(_Fields):
         return ResponseLimits(
             self.response_store,
             int(self.response_store_mb * 2**20),
+            int(self.response_store_images_mb * 2**20),
             self.response_store_days * 86400,
         )
 
@@ -423,6 +455,22 @@ class MLXServerSettings(_Fields):
     @cached_property
     def traces(self) -> TraceTargets:
         return TraceTargets(self.logfire_enabled, self.otlp_endpoint)
+
+
+def _host_rule(rule: str) -> str:
+    """Return a rule for hosts (`NAME`, `*.NAME` or `*`, each with `:PORT` or without) as the names
+    in URLs are compared with it.
+
+    Raises:
+        ValueError: `rule` is none.
+    """
+    name, colon, port = rule.rpartition(":")
+    if not port.isdecimal() or rule.count(":") > 1:
+        name, colon, port = rule, "", ""
+    if name == "*":
+        return rule
+    below = "*." if name.startswith("*.") else ""
+    return f"{below}{as_browsers_say(name.removeprefix('*.'))}{colon}{port}"
 
 
 def expanded(path: Path) -> Path:

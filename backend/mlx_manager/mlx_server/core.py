@@ -73,11 +73,16 @@ class Message:
         return "".join(part for part in self.content if isinstance(part, str))
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """The texts and pictures of the content, in their order; none if it is empty."""
+        if isinstance(self.content, str):
+            return (self.content,) if self.content else ()
+        return self.content
+
+    @property
     def images(self) -> tuple[Image, ...]:
         """The pictures of the content, in their order."""
-        if isinstance(self.content, str):
-            return ()
-        return tuple(part for part in self.content if isinstance(part, Image))
+        return tuple(part for part in self.parts if isinstance(part, Image))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from mlx_manager.mlx_server.api.v1 import unversioned_router, v1_router
 from mlx_manager.mlx_server.config import MLXServerSettings, doubts
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import InvalidSettings, MLXManagerError
+from mlx_manager.mlx_server.images.reader import ImageReader
 from mlx_manager.mlx_server.models.catalog import check_models_dir
 from mlx_manager.mlx_server.models.loads import Start
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
@@ -134,15 +135,16 @@ def create_app(
     pool: ModelPool | None = None,
     *,
     start: Start | None = None,
+    images: ImageReader | None = None,
 ) -> FastAPI:
     """Return the server as an ASGI application. A `pool` that is handed in is not closed here.
 
-    start: as for `open_pool`.
+    start: as for `open_pool`. images: reads pictures; None: as the settings say.
 
     Raises:
         InvalidSettings: the models' settings can't be read, or there is no folder of models.
     """
-    server = Server(settings or MLXServerSettings())
+    server = Server(settings or MLXServerSettings(), images)
     for doubt in doubts(server.settings, os.environ):
         log.warning("%s", doubt)
     check_models_dir(server.settings.models_dir)

@@ -169,6 +169,19 @@ class Requests:
     max_headers_kb: float = size(64, "Largest request headers accepted")
     max_body_mb: float = size(32, "Largest request body accepted")
     max_images: int = setting(64, "Most images in one conversation", ge=0)
+    max_image_mb: float = size(20, "Largest image accepted")
+    max_image_megapixels: float = setting(
+        50, "Most pixels of one image, in millions; refused by the file's header", gt=0, le=89
+    )
+    image_hosts: tuple[str, ...] = setting(
+        (),
+        "Hosts from which images are fetched, such as `example.com` or `*.example.com`; `*` for "
+        "all public ones; default: none, images come in the request",
+        "NAME,NAME,...",
+    )
+    image_fetch_seconds: float = setting(
+        10, "Seconds that fetching one image may take, redirects included", gt=0
+    )
     strict_fields: bool = setting(
         False, "Refuse unknown request fields instead of naming them in a header"
     )
@@ -190,6 +203,9 @@ class Requests:
     )
     response_store_mb: float = size(
         64, "Size limit of the stored answers; the least recently used are removed"
+    )
+    response_store_images_mb: float = size(
+        256, "Size limit of the images of stored answers; those least recently used are removed"
     )
     response_store_days: float = setting(
         30, "Days without use after which a stored answer is removed", gt=0

@@ -7,7 +7,9 @@ import stat
 import subprocess
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +56,20 @@ def test_an_agent_is_told_server_model_and_key(name: str):
 def test_an_agent_is_told_how_long_the_context_is(name: str):
     launch = AGENTS[name].launch(TARGET)
     assert "65536" in f"{dict(launch.environment)} {dict(launch.files)}"
+
+
+def test_agents_that_ask_are_told_whether_the_model_sees():
+    def told(name: str, sees: bool) -> dict[str, Any]:
+        [text] = AGENTS[name].launch(replace(TARGET, sees=sees)).files.values()
+        return json.loads(text)
+
+    for sees in (True, False):
+        opencode = told("opencode", sees)["provider"]["mlx-manager"]["models"]["own/model"]
+        assert ("image" in opencode.get("modalities", {}).get("input", ())) == sees
+        assert opencode.get("attachment", False) == sees
+        [crush] = told("crush", sees)["providers"]["mlx-manager"]["models"]
+        assert crush["supports_attachments"] == sees
+        assert told("aider", sees)["openai/own/model"]["supports_vision"] == sees
 
 
 def test_files_are_what_their_agents_read():

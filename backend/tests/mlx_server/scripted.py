@@ -28,6 +28,7 @@ from mlx_manager.mlx_server.core import (
     Text,
     TextDelta,
     Tokenized,
+    TokenizerInfo,
     Tokens,
     Usage,
 )
@@ -115,7 +116,8 @@ class ScriptedBackend:
         """A token for each word."""
         match prompt:
             case Conversation(messages):
-                words = [word for message in messages for word in message.content.split()]
+                words = [word for message in messages for word in message.text.split()]
+                words += [image.digest for said in messages for image in said.images]
             case Text(text):
                 words = text.split()
             case Tokens(ids):
@@ -126,6 +128,9 @@ class ScriptedBackend:
         prompt = await self.tokenize(request.prompt)
         return len(prompt.ids) + (request.max_tokens or 1) <= prompt.context_length
 
+    async def tokenizer_info(self, *, key: str = "") -> TokenizerInfo:
+        return TokenizerInfo(None, None, None, None, 256, 8192, None)
+
     async def until(self, condition: Callable[[ScriptedBackend], bool]) -> None:
         async with self.changed:
             await self.changed.wait_for(lambda: condition(self))
@@ -135,17 +140,23 @@ class ScriptedBackend:
 class ScriptedLease:
     id: str
     backend: ScriptedBackend
+    sees: bool = False
 
 
 @dataclass
 class ScriptedPool:
-    """A pool of one model. `loading` holds every lease back until it is set. down: why it is."""
+    """A pool of one model. `loading` holds every lease back until it is set. down: why it is.
+    seeing: it reads pictures."""
 
     backend: ScriptedBackend
     loading: asyncio.Event | None = None
     default: str = MODEL
     leases: int = 0
     down: str | None = None
+    seeing: bool = False
+
+    async def sees(self, model_id: str) -> bool:
+        return self.seeing
 
     def resolve(self, model_id: str | None) -> str:
         return model_id or self.default
@@ -201,6 +212,6 @@ class ScriptedPool:
             await self.loading.wait()
         self.leases += 1
         try:
-            yield ScriptedLease(model_id, self.backend)
+            yield ScriptedLease(model_id, self.backend, self.seeing)
         finally:
             self.leases -= 1

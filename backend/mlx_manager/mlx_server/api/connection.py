@@ -19,6 +19,7 @@ from starlette.types import Receive
 from mlx_manager.mlx_server.api.errors import invalid
 from mlx_manager.mlx_server.api.http.codings import decoded
 from mlx_manager.mlx_server.api.http.paths import routed
+from mlx_manager.mlx_server.api.pictures import settle
 from mlx_manager.mlx_server.config import ApiLimits, EngineLimits
 from mlx_manager.mlx_server.errors import (
     InvalidParameter,
@@ -26,7 +27,6 @@ from mlx_manager.mlx_server.errors import (
     RequestNotReceived,
     RequestTooLarge,
 )
-from mlx_manager.mlx_server.protocols.images import replace_images
 from mlx_manager.mlx_server.schemas.surrogates import REPLACEMENT, halves
 from mlx_manager.mlx_server.schemas.wire import (
     SYSTEMS,
@@ -103,9 +103,9 @@ async def read(request: Request, kind: type[Body], limits: ApiLimits) -> Body:
         data = await _without_halves(data)
         given = _parsed(data)
     check_entries(given)
-    replace_images(given, limits.images_as_text)
     param, messages = conversation(kind, given)
-    check_pieces(param, messages, limits, beside=chain(parts(given, SYSTEMS), tools(given)))
+    check_pieces(param, messages, beside=chain(parts(given, SYSTEMS), tools(given)))
+    await settle(request, given, limits)
     if len(data) > LARGE:
         await asyncio.sleep(0)
     try:
@@ -186,43 +186,27 @@ def check_entries(body: object) -> None:
 def check_pieces(
     param: str,
     messages: Sequence[object],
-    limits: ApiLimits,
     *,
     beside: Iterable[object] = (),
     earlier: str = "",
 ) -> None:
-    """Count the messages of a request, their content parts, calls and images, and what is `beside`.
+    """Count the messages of a request, their content parts and calls, and what is `beside`.
 
     param: the field with the messages, which are JSON; "" if there is none. earlier: the field that
     stands for those of `messages` that were sent before.
 
     Raises:
-        RequestTooLarge: there are more pieces or images than allowed.
+        RequestTooLarge: there are more pieces than allowed.
     """
     fields = " and ".join(f"`{name}`" for name in (param, earlier) if name) or "The body"
     those = f"{fields} have" if earlier else f"{fields} has"
     every = chain(messages, beside, chain.from_iterable(map(parts, messages)))
-    pieces = list(islice(every, MOST_PIECES + 1))
-    if len(pieces) > MOST_PIECES:
+    if sum(1 for _ in islice(every, MOST_PIECES + 1)) > MOST_PIECES:
         raise RequestTooLarge(
             f"{those} more than the {MOST_PIECES} messages, content parts, calls and tools that "
             "this server accepts.",
             param=param or None,
         )
-    images = sum(map(_is_image, pieces))
-    if images > limits.max_images:
-        raise RequestTooLarge(
-            f"{those} {images} images; this server accepts {limits.max_images} "
-            "(MLX_SERVER_MAX_IMAGES).",
-            param=param or None,
-        )
-
-
-def _is_image(part: object) -> bool:
-    match part:
-        case {"type": str(kind)}:
-            return "image" in kind
-    return False
 
 
 def check_rows(asked: str, rows: int, param: str, limits: EngineLimits) -> None:

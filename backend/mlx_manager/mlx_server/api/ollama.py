@@ -16,7 +16,7 @@ from mlx_manager.mlx_server.api.connection import (
 )
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import LargeResponse, respond
-from mlx_manager.mlx_server.api.state import Server, server_of
+from mlx_manager.mlx_server.api.state import LATEST, Server, meant, server_of
 from mlx_manager.mlx_server.core import GenerationRequest
 from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest
 from mlx_manager.mlx_server.protocols import ollama
@@ -37,24 +37,13 @@ if TYPE_CHECKING:
 
 router = APIRouter(tags=["ollama"])
 
-LATEST = ":latest"
 HUB_PREFIXES = ("https://", "hf.co/", "huggingface.co/")
 FOR_EVER = timedelta(days=36500)
 NOT_SERVED = ("/api/create", "/api/copy", "/api/push", "/api/blobs/{digest}")
 
 
-def meant(server: Server, name: str | None) -> str:
-    """Return the id of the model that a name of Ollama's stands for.
-
-    `:latest` stands for no tag at all, unless a model is called so.
-    """
-    if name is not None and name.endswith(LATEST) and not server.pool.offers(name):
-        name = name.removesuffix(LATEST)
-    return server.pool.resolve(name)
-
-
 def head_of(server: Server, name: str | None) -> Head:
-    model = meant(server, name)
+    model = meant(server, name, ollama=True)
     return Head(model=model, shown=name or model)
 
 
@@ -220,7 +209,7 @@ async def show(request: Request) -> dict[str, Any]:
     """Return the facts of one model."""
     server = server_of(request)
     body = await read(request, OllamaModelRequest, server.settings.api)
-    status = await server.pool.status(meant(server, named(body)))
+    status = await server.pool.status(meant(server, named(body), ollama=True))
     architecture = status.model_type or status.family
     parameters = "\n".join(f"{name} {value:g}" for name, value in status.sampling.items())
     return {
@@ -242,7 +231,8 @@ def capabilities(status: ModelStatus) -> list[str]:
     match status.kind:
         case "embedding" | "reranker":
             return ["embedding"]
-    return ["completion", "tools", *(["thinking"] if status.thinks else [])]
+    seeing = ["vision"] if "image" in status.input_modalities else []
+    return ["completion", "tools", *seeing, *(["thinking"] if status.thinks else [])]
 
 
 def named(body: OllamaModelRequest) -> str:
@@ -297,7 +287,7 @@ async def delete(request: Request) -> Response:
     """Unload a model and delete its files; for the server's owner."""
     server = server_of(request)
     body = await read(request, OllamaModelRequest, server.settings.api)
-    await server.pool.delete(meant(server, named(body)))
+    await server.pool.delete(meant(server, named(body), ollama=True))
     return Response(status_code=200)
 
 

@@ -124,10 +124,22 @@ those that it would find are offered at once.
 
 ## Pictures, times, and what a model can do
 
-No model sees pictures yet. A line that says so stands in the place of one in a tool's result or
+A model whose `input_modalities` have `image` sees pictures: `image_url` parts in chat,
+`input_image` and a `computer_call_output`'s screenshot in Responses, `image` blocks in Messages,
+Ollama's `images`; in tools' results, too. They are PNG, JPEG, WebP or GIF (its first frame), in a
+data URL or base64 whose declared type is the file's own. Texts and pictures keep their order;
+Ollama's pictures stand before their text. EXIF's orientation is honoured, and what is transparent
+is white. A file that is broken, cut short or of another type is an error that names its place, such
+as `messages[2].content[1].image_url.url`. `detail` has no effect: a model sees a picture as its
+makers have it seen. Pictures count as the tokens that they take in the prompt.
+
+`MLX_SERVER_MAX_IMAGES`, `MLX_SERVER_MAX_IMAGE_MB`, `MLX_SERVER_MAX_IMAGE_MEGAPIXELS` and
+`MLX_SERVER_MAX_BODY_MB` limit them. An http(s) address is fetched only from the hosts in
+`MLX_SERVER_IMAGE_HOSTS`, none by default, and only from public addresses; a `file_id` is refused.
+
+Where a model sees none, a line that says so stands in the place of a picture in a tool's result or
 before the last answer, so that a conversation goes on; one that the user has sent since is refused.
-`MLX_SERVER_IMAGES_AS_TEXT` replaces all (`always`) or refuses all (`never`). So it is in every
-protocol, for `image_url`, `input_image` and `image` parts and Ollama's `images`.
+`MLX_SERVER_IMAGES_AS_TEXT` replaces all (`always`) or refuses all (`never`).
 
 With `include_timings` (also in `stream_options`) or `timings_per_token`, chat and completions have
 `timings`, as llama.cpp: `cache_n`, and `_n`, `_ms`, `_per_token_ms` and `_per_second` of `prompt`
@@ -185,9 +197,9 @@ If `cache_control` stands anywhere in a request, `cache_creation_input_tokens` i
 many of the prompt's tokens were newly kept for reuse, up to the prompt's last full page. Without
 `cache_control` these tokens are kept all the same, and count as `input_tokens`.
 
-Documents that are plain text or a list of texts, and search results, are read as text after their
-title and their context or source. Images, PDFs, files and addresses are refused by name, and so
-are citations if they are enabled.
+Documents that are plain text or a list of texts and images, and search results, are read after
+their title and their context or source. PDFs, files and addresses of documents are refused by name,
+and so are citations if they are enabled.
 
 If the last of `messages` is the assistant's, the answer continues it, and can't be restricted to a
 format. Blanks at its end, which Anthropic refuses, are allowed here. Many templates remove them
@@ -223,6 +235,8 @@ and those before them. `{"type": "item_reference", "id": ...}` in `input` stands
 item, and counts as if the item had been sent. A response or item that is not stored, or no longer
 (`DELETE`, `MLX_SERVER_RESPONSE_STORE_DAYS`, `MLX_SERVER_RESPONSE_STORE_MB`), is a 404 that names
 it. An item that is sent again with its id still belongs to the response that had it first.
+A picture is stored once, however many responses have it, within
+`MLX_SERVER_RESPONSE_STORE_IMAGES_MB`.
 
 `include` in `GET /v1/responses/{id}` and `/v1/responses/{id}/input_items` takes the same values as
 in a request. `reasoning.encrypted_content` is made for every stored reasoning.

@@ -14,6 +14,7 @@ from mlx_manager.mlx_server.api.http.paths import routed
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import Caller
 from mlx_manager.mlx_server.errors import MLXManagerError, ServerNotReady
+from mlx_manager.mlx_server.images.reader import ImageReader
 from mlx_manager.mlx_server.observability.history import History
 from mlx_manager.mlx_server.observability.metrics import Metrics
 from mlx_manager.mlx_server.observability.observer import Observer, Recorder
@@ -29,6 +30,7 @@ from mlx_manager.mlx_server.services.response_store import ResponseStore
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.status import Reloaded
 
+LATEST = ":latest"
 PROTOCOLS = {
     "/api/chat": "ollama",
     "/api/embed": "ollama",
@@ -57,11 +59,12 @@ class Server:
     default model is missing.
     """
 
-    def __init__(self, settings: MLXServerSettings) -> None:
+    def __init__(self, settings: MLXServerSettings, images: ImageReader | None = None) -> None:
         self.settings = settings
         self.created = int(time.time())
         self.accounts = Accounts(settings.access)
         self.responses = ResponseStore(settings.responses)
+        self.images = images or ImageReader(settings.images)
         self.metrics = Metrics(self.figures, self.offers, by_key=settings.metrics_by_key)
         self.audit = AuditLog(settings.audit, self.metrics.count_lost_records)
         self.history = History(self.look, self.figures)
@@ -171,6 +174,16 @@ class Server:
         """End the start: requests are taken now. failure: why the default model is missing."""
         self.failure = failure
         self.started.set()
+
+
+def meant(server: Server, name: str | None, *, ollama: bool = False) -> str:
+    """Return the id of the model that a request names.
+
+    ollama: `:latest` stands for no tag at all, unless a model is called so.
+    """
+    if ollama and name is not None and name.endswith(LATEST) and not server.pool.offers(name):
+        name = name.removesuffix(LATEST)
+    return server.pool.resolve(name)
 
 
 def server_of(request: Request) -> Server:

@@ -25,6 +25,7 @@ from mlx_manager.mlx_server.models.checkpoint.sentence import BERT_LIMITS, longe
 from mlx_manager.mlx_server.models.checkpoint.weight_files import INDEX
 from mlx_manager.mlx_server.models.families import detect_model_family
 from mlx_manager.mlx_server.models.kinds import kind_of
+from mlx_manager.mlx_server.models.modalities import input_modalities
 from mlx_manager.mlx_server.models.removal import Removal, plan_removal
 from mlx_manager.mlx_server.models.settings import ModelsFile
 from mlx_manager.mlx_server.utils.broken import BROKEN
@@ -62,6 +63,7 @@ class ModelSource:
     repository: str = ""
     downloadable: bool = False
     kind: Kind | None = None
+    input_modalities: tuple[str, ...] = ("text",)
 
 
 class Catalog:
@@ -289,18 +291,31 @@ def described(model_id: str, folder: Path, origin: Origin) -> ModelSource:
         # The folder's own mtime shows files that are added later, as weights are in a download.
         files = (folder, *(file for name in DESCRIBING if (file := folder / name).is_file()))
         changed = tuple(file.stat().st_mtime_ns for file in files)
-        model_type, context, nbytes, kind = _description(folder, changed)
+        model_type, context, nbytes, kind, modalities = _description(folder, changed)
     except (ModelLoadFailed, *BROKEN):
         # One folder of nonsense must not hide the others.
         return ModelSource(model_id, folder, origin)
     text = kind == "text"
     family = detect_model_family({"model_type": model_type}) if text else model_type
-    return ModelSource(model_id, folder, origin, model_type, family, context, nbytes, kind=kind)
+    return ModelSource(
+        model_id,
+        folder,
+        origin,
+        model_type,
+        family,
+        context,
+        nbytes,
+        kind=kind,
+        input_modalities=modalities,
+    )
 
 
 @lru_cache(maxsize=4096)
-def _description(folder: Path, changed: tuple[int, ...]) -> tuple[str, int, int, Kind]:
-    """Return (model_type, context length, bytes, kind) of a folder; `changed` keys the cache."""
+def _description(
+    folder: Path, changed: tuple[int, ...]
+) -> tuple[str, int, int, Kind, tuple[str, ...]]:
+    """Return (model_type, context length, bytes, kind, input modalities) of a folder; `changed`
+    keys the cache."""
     model = ModelFolder.read(folder)
     kind = kind_of(model)
     try:
@@ -308,4 +323,5 @@ def _description(folder: Path, changed: tuple[int, ...]) -> tuple[str, int, int,
     except (ModelLoadFailed, *BROKEN):
         # The kind is known, so the model can be loaded; the load reports the error.
         context = 0
-    return model.model_type, context, model.nbytes, kind
+    modalities = input_modalities(model.config, folder) if kind == "text" else ("text",)
+    return model.model_type, context, model.nbytes, kind, modalities

@@ -27,7 +27,8 @@ class ModelFacts:
 
     nbytes: measured bytes of its weights. context_length: tokens of prompt and answer, or of an
     encoder's input. sampling: the makers' sampling values. thinks: True if its answers may begin
-    with thinking; None for an encoder. seconds: duration of the load.
+    with thinking; None for an encoder. input_modalities: "text", and "image" if it sees. seconds:
+    duration of the load.
     """
 
     id: str
@@ -39,4 +40,5 @@ class ModelFacts:
     tokenizer: TokenizerInfo
     sampling: Mapping[str, float] = field(default_factory=dict)
     thinks: bool | None = None
+    input_modalities: tuple[str, ...] = ("text",)
     seconds: float = 0.0

@@ -217,6 +217,20 @@ class ModelPoolManager:
         """Return whether the model is in memory now."""
         return self._policy.engine_of(self.resolve(model_id)) in self._residents
 
+    async def sees(self, model_id: str) -> bool:
+        """Return whether the model reads pictures: once loaded, as it was loaded; before, as its
+        folder tells. A model that is still to be downloaded may.
+
+        Raises:
+            ModelNotFound: nothing of that name is offered.
+        """
+        name = self.resolve(model_id)
+        resident = self._residents.get(self._policy.engine_of(name))
+        if resident is not None:
+            return resident.sees
+        source = await self._on_disk(self.catalog.find, name)
+        return source.path is None or "image" in source.input_modalities
+
     def overlay(self, model_id: str) -> Overlay:
         """Return the owner's changes to requests that name the model."""
         return self._policy.of(model_id).overlay
@@ -299,6 +313,7 @@ class ModelPoolManager:
             preload=settings.preload,
             ttl=self._policy.ttl(source.id),
             kind=source.kind,
+            input_modalities=source.input_modalities,
             doing=doing,
             failure=failure,
         )
@@ -323,6 +338,7 @@ class ModelPoolManager:
             kind=facts.kind,
             sampling=self.sampling(source.id) if facts.kind == "text" else {},
             thinks=facts.thinks,
+            input_modalities=facts.input_modalities,
         )
 
     async def _on_disk(self, look: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -602,7 +618,7 @@ class ModelPoolManager:
             return source
         folder = await self._fetch(source)
         here = await self._on_disk(described, source.id, folder, source.origin)
-        return replace(source, path=folder, kind=here.kind)
+        return replace(source, path=folder, kind=here.kind, input_modalities=here.input_modalities)
 
     async def _fetch(self, source: ModelSource) -> Path:
         if not source.downloadable:

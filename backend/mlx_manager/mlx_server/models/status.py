@@ -22,7 +22,8 @@ class ModelStatus:
     while it answers or is not loaded. memory: the ledger's lines of this model, in bytes. outdated:
     its settings have changed since it was loaded; it is loaded anew once it is idle. sampling:
     values of a loaded model for requests that give none, beyond the protocols' defaults. thinks:
-    True if its answers may begin with thinking; None while it is not loaded. doing: the current
+    True if its answers may begin with thinking; None while it is not loaded. input_modalities:
+    "text", and "image" if it sees; while it is not loaded, as its folder tells. doing: the current
     stage of its load. failure: the reason why it is down.
     """
 
@@ -46,6 +47,7 @@ class ModelStatus:
     kind: Kind | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
     thinks: bool | None = None
+    input_modalities: tuple[str, ...] = ("text",)
     doing: str | None = None
     failure: str | None = None
 

@@ -23,6 +23,8 @@ from typing import Any, Literal, TextIO
 from mlx_manager.mlx_server.core import (
     Conversation,
     GenerationRequest,
+    Image,
+    Part,
     Prompt,
     Text,
     Tokens,
@@ -36,7 +38,7 @@ current_request: ContextVar[str] = ContextVar("current_request", default="")
 
 COLOURS = {logging.DEBUG: 2, logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-NOISY = ("httpx", "uvicorn.error", "asyncio", "opentelemetry.exporter", "urllib3")
+NOISY = ("httpx", "uvicorn.error", "asyncio", "opentelemetry.exporter", "urllib3", "PIL")
 
 
 def configure(
@@ -254,10 +256,18 @@ class PromptLog:
         return lambda: None
 
 
+def _said(part: Part) -> str:
+    if isinstance(part, Image):
+        return f"<image {part.digest[:12]}, {part.width} x {part.height}>"
+    return part
+
+
 def _readable(prompt: Prompt) -> Any:
     match prompt:
         case Conversation(messages):
-            return [{"role": said.role, "content": said.text} for said in messages]
+            return [
+                {"role": said.role, "content": "".join(map(_said, said.parts))} for said in messages
+            ]
         case Text(text, suffix):
             return f"{text}{suffix}"
         case Tokens(ids):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from mlx_manager.mlx_server.core import Conversation, Prompt, Text, Tokens
+from mlx_manager.mlx_server.core import Conversation, Image, Prompt, Text, Tokens
 
 PIECE = 256
 """Characters or tokens that are compared at once."""
@@ -20,6 +20,8 @@ MOST_PIECES = 64
 MOST_PARTS = 4096
 MOST_PROMPTS = 48
 MOST_MODELS = 8
+SHOWN = 12
+"""Digits of a picture's digest that name it."""
 ONE_PAGE = 32
 """Tokens by which a prompt that goes on from another may miss: the page that was not full, and the
 tokens of the template that open an answer."""
@@ -69,7 +71,12 @@ def _parts(prompt: Prompt) -> Iterator[Part]:
             for number, message in enumerate(messages):
                 place = f"messages[{number}]"
                 named = f"{place} ({message.role})"
-                yield from _pieces(named, message.text)
+                for part in message.parts or ("",):
+                    if isinstance(part, Image):
+                        shown = f"{named}, image {part.digest[:SHOWN]}"
+                        yield Part(shown, 0, hash(part.digest))
+                    else:
+                        yield from _pieces(named, part)
                 for made, call in enumerate(message.tool_calls):
                     content = hash((call.name, call.arguments))
                     yield Part(f"{place}.tool_calls[{made}] ({call.name})", 0, content)

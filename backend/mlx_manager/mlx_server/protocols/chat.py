@@ -15,6 +15,8 @@ from mlx_manager.mlx_server.core import (
     GenerationRequest,
     Message,
     NamedTool,
+    Part,
+    Parts,
     Progress,
     ReasoningDelta,
     Started,
@@ -49,6 +51,7 @@ from mlx_manager.mlx_server.protocols.hosted import (
     permitted,
     unknown_tool,
 )
+from mlx_manager.mlx_server.protocols.images import content_of, seen
 from mlx_manager.mlx_server.protocols.logprobs import chat_logprobs, chat_logprobs_in_pieces
 from mlx_manager.mlx_server.protocols.parameters import (
     UNSUPPORTED_IN_CHAT,
@@ -295,12 +298,13 @@ def _message(message: ChatMessage, path: str) -> Message:
                 f"`{path}.{name}` is not supported by this server.", param=f"{path}.{name}"
             )
     content = message.content
+    said: Parts
     if isinstance(content, list):
-        text = "\n".join(_part(part, f"{path}.content[{i}]") for i, part in enumerate(content))
+        said = content_of(_part(part, f"{path}.content[{i}]") for i, part in enumerate(content))
     elif content is not None:
-        text = content
+        said = content
     elif message.role == "assistant":
-        text = message.refusal or ""
+        said = message.refusal or ""
     else:
         raise InvalidParameter(
             f"`{path}.content` is missing: a message of role {message.role} needs a text.",
@@ -308,7 +312,7 @@ def _message(message: ChatMessage, path: str) -> Message:
         )
     return Message(
         role="system" if message.role == "developer" else message.role,
-        content=text,
+        content=said,
         name=message.name,
         reasoning=message.reasoning_content or message.reasoning,
         tool_calls=tuple(
@@ -332,8 +336,10 @@ def _called(call: ChatToolCall, path: str) -> ToolCall:
     raise InvalidParameter(f"`{path}.function` is required.", param=f"{path}.function")
 
 
-def _part(part: ContentPart, path: str) -> str:
+def _part(part: ContentPart, path: str) -> Part:
     match part:
+        case ContentPart(type="image_url", image_url=image):
+            return seen(image, path, part.type)
         case ContentPart(type="text", text=str(text)):
             return text
         case ContentPart(type="refusal", refusal=str(refusal)):

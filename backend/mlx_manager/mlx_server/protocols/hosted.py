@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from mlx_manager.mlx_server.core import NamedTool, Tool, ToolChoice
+from mlx_manager.mlx_server.core import Image, NamedTool, Tool, ToolChoice
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.schemas.hosted import is_tool
 
@@ -99,6 +99,8 @@ def _is_readable(name: str, value: object) -> bool:
 
 def _readable(value: Any) -> Any:
     match value:
+        case Image():
+            return _IMAGE
         case str() if value.startswith("data:"):
             return _IMAGE
         case {"type": "base64", "data": str()}:

@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, TypeVar, assert_never
 
@@ -24,6 +25,8 @@ from mlx_manager.mlx_server.core import (
     JsonSchema,
     Message,
     NamedTool,
+    Part,
+    Parts,
     Progress,
     ReasoningDelta,
     Started,
@@ -46,6 +49,7 @@ from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.client_tools import CALLABLE, dated_tool
 from mlx_manager.mlx_server.protocols.dialects import MESSAGES, OF_PROMPTS, Refusal, foreign
 from mlx_manager.mlx_server.protocols.hosted import check_demand, demanded, told, unknown_tool
+from mlx_manager.mlx_server.protocols.images import content_of, parts_of, seen
 from mlx_manager.mlx_server.protocols.neighbours import merged
 from mlx_manager.mlx_server.protocols.parameters import refuse_unsupported, sampling
 from mlx_manager.mlx_server.protocols.pieces import whole
@@ -55,6 +59,7 @@ from mlx_manager.mlx_server.schemas.anthropic import (
     ContentSource,
     CountTokensRequest,
     DocumentBlock,
+    ImageBlock,
     InputMessage,
     MessagesRequest,
     MessagesResponse,
@@ -66,6 +71,7 @@ from mlx_manager.mlx_server.schemas.anthropic import (
     RedactedThinkingBlock,
     ResultBlock,
     SearchResultBlock,
+    Shown,
     Source,
     StopReason,
     TextBlock,
@@ -481,36 +487,44 @@ def _hosted(block: OtherBlock) -> str:
 
 
 def _turn(blocks: Sequence[Block], path: str) -> Iterator[Message]:
-    """Yield a user's blocks as messages: one for each result, one for the texts in between."""
-    texts: list[str] = []
+    """Yield a user's blocks as messages: one for each result, one for what is in between."""
+    said: list[Part] = []
     for index, block in enumerate(blocks):
         match block:
-            case TextBlock() | DocumentBlock() | SearchResultBlock():
-                texts.append(_read(block, f"{path}[{index}]"))
+            case TextBlock() | ImageBlock() | DocumentBlock() | SearchResultBlock():
+                said += _read(block, f"{path}[{index}]")
             case ToolResultBlock():
-                if texts:
-                    yield Message("user", "\n".join(texts))
-                    texts = []
+                if said:
+                    yield Message("user", content_of(said))
+                    said = []
                 content = _result(block, f"{path}[{index}].content")
                 yield Message("tool", content, tool_call_id=block.tool_use_id)
             case OtherBlock(type=kind) if is_block(kind):
-                texts.append(_hosted(block))
+                said.append(_hosted(block))
             case _:
                 raise _misplaced(block, f"{path}[{index}]", "user")
-    if texts or not blocks:
-        yield Message("user", "\n".join(texts))
+    if said or not blocks:
+        yield Message("user", content_of(said))
 
 
-def _result(block: ToolResultBlock, path: str) -> str:
+def _result(block: ToolResultBlock, path: str) -> Parts:
+    content: Parts
     match block.content:
         case None:
-            text = ""
-        case str(text):
+            content = ""
+        case str(content):
             pass
         case parts:
-            text = "\n".join(_found(part, f"{path}[{i}]") for i, part in enumerate(parts))
+            found = (_found(part, f"{path}[{i}]") for i, part in enumerate(parts))
+            content = content_of(chain.from_iterable(found))
+    if not block.is_error:
+        return content
     # Chat templates know no failed calls, so it is said in words.
-    return f"Error: {text}" if block.is_error else text
+    match parts_of(content):
+        case (str(text), *rest):
+            return content_of((f"Error: {text}", *rest))
+        case rest:
+            return content_of(("Error: ", *rest))
 
 
 def _told(block: Block, path: str) -> str:
@@ -529,51 +543,57 @@ def _told(block: Block, path: str) -> str:
     return _text(block, path)
 
 
-def _found(part: ResultBlock, path: str) -> str:
+def _found(part: ResultBlock, path: str) -> Sequence[Part]:
     match part:
         case ToolReferenceBlock(tool_name=name):
-            return CALLABLE.format(name)
+            return (CALLABLE.format(name),)
         case OtherBlock():
-            return _text(part, path)
+            return (_text(part, path),)
     return _read(part, path)
 
 
-def _read(block: TextBlock | DocumentBlock | SearchResultBlock, path: str) -> str:
-    """Return a block's text: title, context and source first, if any, then the content."""
+def _read(
+    block: TextBlock | ImageBlock | DocumentBlock | SearchResultBlock, path: str
+) -> Sequence[Part]:
+    """Return a block's parts: title, context and source first, if any, then the content."""
     match block:
         case TextBlock(text=text):
-            return text
+            return (text,)
+        case ImageBlock(source=source):
+            return (seen(source, path, block.type),)
         case DocumentBlock():
             about = {"Title": block.title, "Context": block.context}
             content = _source(block.source, f"{path}.source")
         case SearchResultBlock():
             about = {"Title": block.title, "Source": block.source}
-            content = _texts(block.content, f"{path}.content")
+            content = [_text(part, f"{path}.content[{i}]") for i, part in enumerate(block.content)]
     if block.citations is not None and block.citations.enabled:
         raise UnsupportedParameter(
             f"`{path}.citations` can't be enabled: answers have none here. Ask for quotations in "
             "the text.",
             param=f"{path}.citations",
         )
-    return "\n".join([*(f"{name}: {said}" for name, said in about.items() if said), content])
+    return [*(f"{name}: {said}" for name, said in about.items() if said), *content]
 
 
-def _source(source: Source, path: str) -> str:
+def _source(source: Source, path: str) -> Sequence[Part]:
     match source:
         case TextSource(data=text):
-            return text
+            return (text,)
         case ContentSource(content=content):
-            return _texts(content, f"{path}.content")
+            if isinstance(content, str):
+                return (content,)
+            return [_shown(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
         case OtherSource(type=kind):
             raise UnsupportedParameter(
                 f"`{path}` is of type {kind!r}; only text is possible there.", param=f"{path}.type"
             )
 
 
-def _texts(content: str | Sequence[TextOnly], path: str) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(_text(part, f"{path}[{i}]") for i, part in enumerate(content))
+def _shown(block: Shown, path: str) -> Part:
+    if isinstance(block, ImageBlock):
+        return seen(block.source, path, block.type)
+    return _text(block, path)
 
 
 def _text(block: Block | TextOnly, path: str) -> str:
@@ -585,10 +605,6 @@ def _text(block: Block | TextOnly, path: str) -> str:
 
 
 def _misplaced(block: Block, path: str, role: str) -> MLXManagerError:
-    if block.type == "image":
-        return UnsupportedParameter(
-            f"`{path}` is of type 'image'; this model takes text only.", param=f"{path}.type"
-        )
     if isinstance(block, OtherBlock):
         return UnsupportedParameter(
             f"`{path}` is of type {block.type!r}, which this server can't read.",

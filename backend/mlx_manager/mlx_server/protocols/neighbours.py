@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from mlx_manager.mlx_server.core import Message, Role
+from mlx_manager.mlx_server.protocols.images import content_of
 
 
 def merged(messages: Iterable[Message], roles: frozenset[Role]) -> Iterator[Message]:
@@ -21,7 +22,7 @@ def merged(messages: Iterable[Message], roles: frozenset[Role]) -> Iterator[Mess
 def _joined(messages: list[Message]) -> Message:
     return Message(
         messages[0].role,
-        "\n".join(message.text for message in messages if message.text),
+        content_of(part for message in messages for part in message.parts),
         reasoning="\n".join(message.reasoning for message in messages if message.reasoning) or None,
         tool_calls=tuple(call for message in messages for call in message.tool_calls),
     )

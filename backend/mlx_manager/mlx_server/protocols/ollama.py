@@ -10,7 +10,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -24,6 +24,7 @@ from mlx_manager.mlx_server.core import (
     Event,
     Finished,
     GenerationRequest,
+    Image,
     JsonObject,
     JsonSchema,
     Message,
@@ -45,6 +46,7 @@ from mlx_manager.mlx_server.errors import InvalidParameter, MLXManagerError, Uns
 from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.answer import new_id
 from mlx_manager.mlx_server.protocols.dialects import Refusal
+from mlx_manager.mlx_server.protocols.images import content_of
 from mlx_manager.mlx_server.protocols.logprobs import entries
 from mlx_manager.mlx_server.protocols.parameters import refuse_unsupported
 from mlx_manager.mlx_server.schemas.ollama import (
@@ -169,9 +171,14 @@ def generate_request(body: OllamaGenerateRequest, head: Head) -> GenerationReque
         UnsupportedParameter: a field or a kind of content that can't be honoured.
     """
     refuse_unsupported(body, UNSUPPORTED_IN_GENERATE)
-    _refuse_images(body.images, "images")
+    images = _images(body.images, "images")
     prompt: Prompt
     if body.raw or body.suffix:
+        if images:
+            raise InvalidParameter(
+                "`images` are not allowed beside `raw` or `suffix`: no template is used then.",
+                param="images",
+            )
         if body.system:
             raise InvalidParameter(
                 "`system` is not allowed beside `raw` or `suffix`: no template is used then.",
@@ -180,7 +187,7 @@ def generate_request(body: OllamaGenerateRequest, head: Head) -> GenerationReque
         prompt = Text(body.prompt or "", body.suffix or "")
     else:
         before = [Message("system", body.system)] if body.system else []
-        messages = (*before, Message("user", body.prompt or ""))
+        messages = (*before, Message("user", content_of((*images, body.prompt or ""))))
         prompt = Conversation(messages, template_args=_template_args(body), param="prompt")
     return _request(body, head, prompt)
 
@@ -241,11 +248,17 @@ def _template_args(body: OllamaBody) -> Mapping[str, Any]:
     return args
 
 
-def _refuse_images(images: list[Any] | None, param: str) -> None:
-    if images:
+def _images(images: Sequence[Any] | None, param: str) -> list[Image]:
+    """Return the pictures that stand beside a text.
+
+    Raises:
+        UnsupportedParameter: they have not been read, since the model sees none.
+    """
+    if not all(isinstance(image, Image) for image in images or ()):
         raise UnsupportedParameter(
             f"`{param}`: this model takes text only; leave the images out.", param=param
         )
+    return list(images or ())
 
 
 def _messages(messages: list[OllamaMessage]) -> Iterator[Message]:
@@ -253,7 +266,7 @@ def _messages(messages: list[OllamaMessage]) -> Iterator[Message]:
     open_calls: list[ToolCall] = []
     made = 0
     for i, message in enumerate(messages):
-        _refuse_images(message.images, f"messages[{i}].images")
+        images = _images(message.images, f"messages[{i}].images")
         calls = []
         for call in message.tool_calls or ():
             given = call.function.arguments
@@ -277,7 +290,8 @@ def _messages(messages: list[OllamaMessage]) -> Iterator[Message]:
                 answered, name = answers.id, name or answers.name
         yield Message(
             role="system" if message.role == "developer" else message.role,
-            content=message.content or "",
+            # Ollama, too, shows a message's pictures before its text.
+            content=content_of((*images, message.content or "")),
             name=name,
             reasoning=message.thinking,
             tool_calls=tuple(calls),

@@ -21,10 +21,13 @@ from mlx_manager.mlx_server.core import (
     Event,
     Finished,
     GenerationRequest,
+    Image,
     JsonObject,
     JsonSchema,
     Message,
     NamedTool,
+    Part,
+    Parts,
     Progress,
     ReasoningDelta,
     Sampling,
@@ -69,6 +72,7 @@ from mlx_manager.mlx_server.protocols.hosted import (
     told,
     unknown_tool,
 )
+from mlx_manager.mlx_server.protocols.images import content_of, parts_of, seen, url_of
 from mlx_manager.mlx_server.protocols.logprobs import PIECE, entries
 from mlx_manager.mlx_server.protocols.neighbours import merged
 from mlx_manager.mlx_server.protocols.parameters import refuse_unsupported, sampling
@@ -89,6 +93,7 @@ from mlx_manager.mlx_server.schemas.responses import (
     EncryptedPart,
     FunctionCallItem,
     FunctionCallOutputItem,
+    ImagePart,
     InputItem,
     InputTokensRequest,
     Item,
@@ -112,6 +117,7 @@ from mlx_manager.mlx_server.schemas.responses import (
     ToolOutputItem,
     ToolReference,
 )
+from mlx_manager.mlx_server.schemas.responses import Part as ContentPart
 
 JsonItem = dict[str, Any]
 
@@ -596,10 +602,12 @@ def _piece(item: Spoken, path: str) -> Message:
             return _summary(item, path)
         case MessageItem():
             role = "system" if item.role == "developer" else item.role
-            return Message(role, _text(item.content, f"{path}.content"))
+            return Message(role, _content(item.content, f"{path}.content"))
         case AgentMessageItem():
-            text = _text(item.content, f"{path}.content")
-            return Message("user", f"{item.author} to {item.recipient}:\n{text}")
+            said = parts_of(_content(item.content, f"{path}.content"))
+            return Message(
+                "user", content_of((f"{item.author} to {item.recipient}:", *(said or ("",))))
+            )
         case FunctionCallOutputItem() | ToolOutputItem() | ShellOutputItem():
             return Message("tool", _output(item, path), tool_call_id=item.call_id or item.id)
         case ReasoningItem():
@@ -623,15 +631,27 @@ def _record(item: OtherItem | Call, path: str) -> Message:
         )
     # Outputs and messages of the client's side are the user's.
     role: Literal["user", "assistant"] = "user" if item.type in FROM_CLIENTS else "assistant"
-    return Message(role, told(item.type, item.model_extra or {}))
+    text = told(item.type, item.model_extra or {})
+    image = _screenshot(item)
+    if image is None:
+        return Message(role, text)
+    return Message(role, (text, replace(image, param=f"{path}.output.image_url")))
 
 
-def _output(item: Output, path: str) -> str:
+def _screenshot(item: OtherItem) -> Image | None:
+    """Return the picture that a computer_call_output brings; None if there is none to be seen."""
+    match item.model_extra or {}:
+        case {"output": {"type": "computer_screenshot", "image_url": Image() as image}}:
+            return image
+    return None
+
+
+def _output(item: Output, path: str) -> Parts:
     if isinstance(item, ShellOutputItem):
         return shell_output([each.model_dump() for each in item.output])
     if item.output is None:
         return f"({item.status})" if item.status else ""
-    return _text(item.output, f"{path}.output")
+    return _content(item.output, f"{path}.output")
 
 
 Call = FunctionCallItem | CustomCallItem | LocalShellCallItem | ShellCallItem | ApplyPatchCallItem
@@ -665,24 +685,24 @@ def _summary(item: CompactionItem, path: str) -> Message:
     return opened.message()
 
 
-def _text(content: Content, path: str) -> str:
+def _content(content: Content, path: str) -> Parts:
     if isinstance(content, str):
         return content
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        match part:
-            case (
-                TextPart(text=text)
-                | RefusalPart(refusal=text)
-                | EncryptedPart(encrypted_content=text)
-            ):
-                texts.append(text)
-            case _:
-                raise UnsupportedParameter(
-                    f"`{path}[{index}]` is of type {part.type!r}; this model takes text only.",
-                    param=f"{path}[{index}].type",
-                )
-    return "\n".join(texts)
+    return content_of(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: ContentPart, path: str) -> Part:
+    match part:
+        case (
+            TextPart(text=text) | RefusalPart(refusal=text) | EncryptedPart(encrypted_content=text)
+        ):
+            return text
+        case ImagePart(image_url=image):
+            # One of a kept item was at another place when it came.
+            return replace(seen(image, path, part.type), param=f"{path}.image_url")
+    raise UnsupportedParameter(
+        f"`{path}` is of type {part.type!r}; this model takes text only.", param=f"{path}.type"
+    )
 
 
 def _thinking(item: ReasoningItem) -> str | None:
@@ -748,13 +768,13 @@ def _listed(item: Item) -> JsonItem:
     match item:
         case MessageItem(content=content):
             kind = "output_text" if item.role == "assistant" else "input_text"
-            parts = [content] if isinstance(content, str) else [_text([p], "") for p in content]
+            parts = [content] if isinstance(content, str) else [_part(p, "") for p in content]
             return {
                 "id": item.id or new_id("msg"),
                 "type": "message",
                 "status": "completed",
                 "role": item.role,
-                "content": [_listed_text(kind, text) for text in parts],
+                "content": [_listed_part(kind, part) for part in parts],
             }
         case FunctionCallItem():
             kept = {"type", "call_id", "name", "namespace", "arguments"}
@@ -767,7 +787,7 @@ def _listed(item: Item) -> JsonItem:
                 "id": item.id or new_id("fco"),
                 "type": "function_call_output",
                 "call_id": item.call_id,
-                "output": _text(item.output, ""),
+                "output": _listed_output(item.output),
                 "status": "completed",
             }
         case CompactionItem():
@@ -777,19 +797,60 @@ def _listed(item: Item) -> JsonItem:
             return {"summary": []} | _as_given(item) | {"id": item.id or new_id("rs")}
         case _:
             # Of a tool: all else has been refused.
-            if isinstance(item, ToolOutputItem) and isinstance(item.output, list):
-                item = item.model_copy(update={"output": _text(item.output, "")})
             return {"id": new_id("item")} | _as_given(item)
 
 
 def _as_given(item: Item) -> JsonItem:
-    given: JsonItem = to_jsonable_python(item.model_dump(exclude_none=True), inf_nan_mode="null")
-    return given
+    """Return an item's fields, in which pictures stay as they are."""
+    beside: JsonItem = {}
+    match item:
+        case ToolOutputItem(output=list(output)):
+            beside = {"output": _listed_output(output)}
+        case AgentMessageItem(content=list(content)):
+            beside = {"content": [_as_part(each) for each in content]}
+        case OtherItem() if (image := _screenshot(item)) is not None:
+            beside = {"output": {"type": "computer_screenshot", "image_url": image}}
+    given: JsonItem = to_jsonable_python(
+        item.model_dump(exclude_none=True, exclude=set(beside)), inf_nan_mode="null"
+    )
+    return given | beside
 
 
-def _listed_text(kind: str, text: str) -> JsonItem:
-    part: JsonItem = {"type": kind, "text": text}
-    return part if kind == "input_text" else part | {"annotations": [], "logprobs": []}
+def _as_part(part: ContentPart) -> JsonItem:
+    if isinstance(part, ImagePart):
+        return _listed_part("", _part(part, ""))
+    return part.model_dump(exclude_none=True)
+
+
+def _listed_output(output: Content) -> str | list[JsonItem]:
+    """Return an output as a text, or as parts where it has pictures."""
+    content = _content(output, "")
+    if isinstance(content, str):
+        return content
+    return [_listed_part("input_text", part) for part in content]
+
+
+def _listed_part(kind: str, part: Part) -> JsonItem:
+    if isinstance(part, Image):
+        return {"type": "input_image", "image_url": part, "detail": "auto"}
+    said: JsonItem = {"type": kind, "text": part}
+    return said if kind == "input_text" else said | {"annotations": [], "logprobs": []}
+
+
+def shown(items: Sequence[JsonItem]) -> list[JsonItem]:
+    """Return items that are `listed` or kept as they go to a client: pictures as data URLs."""
+    return [_shown(item) for item in items]
+
+
+def _shown(value: Any) -> Any:
+    match value:
+        case Image():
+            return url_of(value)
+        case dict():
+            return {name: _shown(inner) for name, inner in value.items()}
+        case list():
+            return [_shown(inner) for inner in value]
+    return value
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1346,7 +1407,7 @@ class CompactionAnswer:
         answer = CompactedResponse(
             id=new_id("resp"),
             created_at=int(time.time()),
-            output=[*listed(said), summary],
+            output=[*shown(listed(said)), summary],
             usage=_usage(self._summary.usage),
         )
         return iter((sse.dump(answer.model_dump()),))

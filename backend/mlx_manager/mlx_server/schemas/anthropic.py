@@ -20,6 +20,7 @@ from mlx_manager.mlx_server.schemas import hosted
 from mlx_manager.mlx_server.schemas.sampling import SamplingParameters
 from mlx_manager.mlx_server.schemas.wire import (
     TEMPLATE_VARIABLES,
+    ImageSource,
     Many,
     ModelName,
     NonEmpty,
@@ -153,8 +154,16 @@ class ToolReferenceBlock(Wire):
     cache_control: Any = Field(None, description="No effect")
 
 
+class ImageBlock(Wire):
+    """A picture, for a model that sees."""
+
+    type: Literal["image"]
+    source: ImageSource = None
+    cache_control: Any = Field(None, description="No effect")
+
+
 class OtherBlock(Wire):
-    """A kind of content that text models don't read."""
+    """A kind of content that no model here reads."""
 
     types_read = ()
 
@@ -162,9 +171,10 @@ class OtherBlock(Wire):
 
 
 _TEXT = frozenset({"text"})
+_SHOWN = frozenset({"text", "image"})
 _TOOLS = frozenset({"tool_reference", "tool_definition"})
 _SOURCES = frozenset({"text", "content"})
-_READ = frozenset({"text", "document", "search_result"})
+_READ = frozenset({"text", "image", "document", "search_result"})
 _RESULT = _READ | {"tool_reference"}
 _CHANGES = frozenset({"tool_addition", "tool_removal"})
 _ALL = _READ | _CHANGES | {"thinking", "redacted_thinking", "tool_use", "tool_result"}
@@ -179,6 +189,10 @@ def _kind(value: object, known: frozenset[str]) -> str:
 
 def _text_kind(value: object) -> str:
     return _kind(value, _TEXT)
+
+
+def _shown_kind(value: object) -> str:
+    return _kind(value, _SHOWN)
 
 
 def _tool_kind(value: object) -> str:
@@ -205,6 +219,16 @@ TextContent = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Many[TextOnly], Tag("<list>")],
     choose(text_or_list, "a string or a list of text blocks"),
 ]
+Shown = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[OtherBlock, Tag("<other>")],
+    Discriminator(_shown_kind),
+]
+ShownContent = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[Many[Shown], Tag("<list>")],
+    choose(text_or_list, "a string or a list of text and image blocks"),
+]
 
 
 class TextSource(Wire):
@@ -215,7 +239,7 @@ class TextSource(Wire):
 
 class ContentSource(Wire):
     type: Literal["content"]
-    content: TextContent
+    content: ShownContent
 
 
 class OtherSource(Wire):
@@ -262,6 +286,7 @@ class SearchResultBlock(Wire):
 
 ResultBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
     | Annotated[DocumentBlock, Tag("<document>")]
     | Annotated[SearchResultBlock, Tag("<search_result>")]
     | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
@@ -308,6 +333,7 @@ class ToolRemovalBlock(Wire):
 
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
     | Annotated[DocumentBlock, Tag("<document>")]
     | Annotated[SearchResultBlock, Tag("<search_result>")]
     | Annotated[ToolAdditionBlock, Tag("<tool_addition>")]

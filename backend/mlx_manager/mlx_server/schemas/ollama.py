@@ -19,6 +19,7 @@ from mlx_manager.mlx_server.limits import (
 )
 from mlx_manager.mlx_server.schemas.openai import FunctionDefinition, Stop
 from mlx_manager.mlx_server.schemas.wire import (
+    Images,
     Many,
     ModelName,
     NonEmpty,
@@ -117,7 +118,7 @@ class OllamaMessage(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: Images | None = None
     tool_calls: Many[OllamaToolCall] | None = None
     tool_name: str | None = None
     name: str | None = None
@@ -162,7 +163,7 @@ class OllamaGenerateRequest(OllamaBody):
     template: str | None = Field(None, description="Refused: the model's own template is used")
     context: list[int] | None = Field(None, description="Refused: send messages to /api/chat")
     raw: bool | None = Field(None, description="The prompt as it is, without the chat template")
-    images: list[Any] | None = None
+    images: Images | None = None
     width: Any = None
     height: Any = None
     steps: Any = None

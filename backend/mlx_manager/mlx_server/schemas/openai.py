@@ -21,6 +21,7 @@ from mlx_manager.mlx_server.schemas import hosted
 from mlx_manager.mlx_server.schemas.sampling import SamplingParameters
 from mlx_manager.mlx_server.schemas.wire import (
     TEMPLATE_VARIABLES,
+    ImageUrl,
     Many,
     ModelName,
     NonEmpty,
@@ -84,12 +85,12 @@ class ChatToolCall(Wire):
 class ContentPart(Wire):
     """A piece of a message."""
 
-    types_read = ("text", "refusal")
+    types_read = ("text", "refusal", "image_url")
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: Any = None
+    image_url: ImageUrl = Field(None, description="Of type image_url, for a model that sees")
     input_audio: Any = None
     file: Any = None
 

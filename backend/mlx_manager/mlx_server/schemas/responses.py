@@ -19,6 +19,7 @@ from mlx_manager.mlx_server.schemas import hosted
 from mlx_manager.mlx_server.schemas.sampling import SamplingParameters
 from mlx_manager.mlx_server.schemas.wire import (
     TEMPLATE_VARIABLES,
+    ImageUrl,
     Many,
     ModelName,
     NonEmpty,
@@ -82,8 +83,17 @@ class EncryptedPart(Wire):
     encrypted_content: str
 
 
+class ImagePart(Wire):
+    """A picture, for a model that sees."""
+
+    type: Literal["input_image"]
+    image_url: ImageUrl = None
+    file_id: str | None = Field(None, description="Refused: no files are kept here")
+    detail: str | None = Field(None, description="No effect")
+
+
 class OtherPart(Wire):
-    """A kind of content that text models don't read."""
+    """A kind of content that no model here reads."""
 
     types_read = ()
 
@@ -96,6 +106,7 @@ _PARTS = {
     "text": "<text>",
     "refusal": "<refusal>",
     "encrypted_content": "<encrypted>",
+    "input_image": "<image>",
 }
 
 
@@ -112,6 +123,7 @@ Part = Annotated[
     Annotated[TextPart, Tag("<text>")]
     | Annotated[RefusalPart, Tag("<refusal>")]
     | Annotated[EncryptedPart, Tag("<encrypted>")]
+    | Annotated[ImagePart, Tag("<image>")]
     | Annotated[OtherPart, Tag("<other>")],
     Discriminator(_part_kind),
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, WithJsonSchema
 
 T = TypeVar("T")
 
@@ -28,6 +28,54 @@ ModelName = Annotated[str, Field(max_length=4096)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 """Stop string, of limited length: the matcher has a node for each of its characters."""
 Seconds = Annotated[float, Field(gt=0)]
+
+
+ImageUrl = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "object",
+                    "properties": {
+                        "url": {"type": "string"},
+                        "detail": {"type": "string", "enum": ["auto", "low", "high", "original"]},
+                    },
+                    "required": ["url"],
+                },
+                {"type": "null"},
+            ],
+            "description": "Data URL of a PNG, JPEG, WebP or GIF, or an address at an allowed host",
+        }
+    ),
+]
+"""Source of a picture; where the model sees, `core.Image` has taken its place (`protocols.images`)
+before a body is validated."""
+ImageSource = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "type": {"type": "string", "enum": ["base64", "url"]},
+                "media_type": {"type": "string"},
+                "data": {"type": "string"},
+                "url": {"type": "string"},
+            },
+            "required": ["type"],
+            "description": "PNG, JPEG, WebP or GIF in base64, or its address at an allowed host",
+        }
+    ),
+]
+"""Source of a picture in Anthropic's form; as `ImageUrl`."""
+Images = Annotated[
+    list[Any],
+    WithJsonSchema(
+        {"type": "array", "items": {"type": "string"}, "description": "In base64"},
+    ),
+]
+"""Pictures in Ollama's form; as `ImageUrl`."""
 
 
 class Wire(BaseModel):

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
-from mlx_manager.mlx_server.config import TimeLimits
+from mlx_manager.mlx_server.config import ImageLimits, TimeLimits
 from mlx_manager.mlx_server.core import (
     Backend,
     Caller,
@@ -48,9 +48,11 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.defaults import fill_sampling, overlaid, overlaid_prompt
 from mlx_manager.mlx_server.engine.stream import Inbox, Steps, Work, steps, working
-from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.errors import MLXManagerError, UnsupportedParameter
+from mlx_manager.mlx_server.images.reader import ImageReader
 from mlx_manager.mlx_server.observability.observer import Observer, observed
 from mlx_manager.mlx_server.protocols import chat, completions, sse
+from mlx_manager.mlx_server.protocols.images import places, put, sources
 from mlx_manager.mlx_server.schemas.openai import ChatCompletionRequest, CompletionRequest
 from mlx_manager.mlx_server.services.accounts import UNLIMITED, Account
 from mlx_manager.mlx_server.services.calls import UNHURRIED, Call, Calls
@@ -120,6 +122,9 @@ class Lease(Protocol):
     @property
     def backend(self) -> TokenBackend: ...
 
+    @property
+    def sees(self) -> bool: ...
+
 
 class EncoderLease(Protocol):
     """A loaded embedding model or reranker that is not evicted while it is held."""
@@ -141,6 +146,14 @@ class ModelPool(Protocol):
 
     def offers(self, model_id: str) -> bool:
         """Return whether a model of that id is on offer, without a look at the disk."""
+        ...
+
+    async def sees(self, model_id: str) -> bool:
+        """Return whether the model reads pictures, as far as is known before it is loaded.
+
+        Raises:
+            ModelNotFound: nothing of that name is offered.
+        """
         ...
 
     def sampling(self, model_id: str) -> Mapping[str, float]:
@@ -356,8 +369,12 @@ class Inference:
     def generate(self, requests: Sequence[GenerationRequest]) -> Generation:
         """Return a call that answers `requests`, which all name the same model."""
         own = self._own(requests)
-        leasing = self.pool.lease(own[0].model, "text")
-        return self.call(own, leasing, lambda lease, push: rows(lease.backend, own, push))
+
+        async def work(lease: Lease, push: PushRow) -> None:
+            check_sight(lease, own[0].prompt)
+            await rows(lease.backend, own, push)
+
+        return self.call(own, self.pool.lease(own[0].model, "text"), work)
 
     def generate_fitting(self, requests: EverShorter) -> Generation:
         """Return a call that answers the first of `requests` that leaves room for an answer.
@@ -367,6 +384,7 @@ class Inference:
         whole = self._own([requests[0]])
 
         async def work(lease: Lease, push: PushRow) -> None:
+            check_sight(lease, whole[0].prompt)
             request = await first_fitting(lease.backend, requests, self._own)
             await rows(lease.backend, [request], push)
 
@@ -489,6 +507,22 @@ class Inference:
             request_id=request_id,
             caller=self.caller,
         )
+
+
+def check_sight(lease: Lease, prompt: Prompt) -> None:
+    """Check that a loaded model reads the pictures of a prompt: its folder may have promised more.
+
+    Raises:
+        UnsupportedParameter: it reads none, and there is one.
+    """
+    if lease.sees or not isinstance(prompt, Conversation):
+        return
+    for message in prompt.messages:
+        for image in message.images:
+            raise UnsupportedParameter(
+                f"`{image.param}` is an image; {lease.id}, as it is loaded here, takes text only.",
+                param=image.param,
+            )
 
 
 async def first_fitting(
@@ -624,11 +658,22 @@ async def generate_chat_completion(
         else ChatCompletionRequest.model_validate(fields)
     )
     pool = pool or _shared_pool()
+    body = await _with_pictures(body, pool)
     head = chat.head(body, pool.resolve(body.model))
     generation = Inference(pool).generate(chat.requests(body, head))
     if body.stream:
         return _chunks(generation.run, chat.ChatStream(head, generation.timeline))
     return await _object(generation.run, chat.ChatAnswer(head, generation.timeline))
+
+
+async def _with_pictures(body: ChatCompletionRequest, pool: ModelPool) -> ChatCompletionRequest:
+    """Return a body whose pictures have been read, if it has any and the model sees."""
+    fields = body.model_dump(exclude_unset=True)
+    found = places(fields)
+    if not found or not await pool.sees(pool.resolve(body.model)):
+        return body
+    put(found, await ImageReader(ImageLimits()).read(sources(found)))
+    return ChatCompletionRequest.model_validate(fields)
 
 
 async def generate_completion(

@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.config import ResponseLimits
 from mlx_manager.mlx_server.engine.stream import Steps, Work
 from mlx_manager.mlx_server.errors import ResponseNotFound, StorageFailed
 from mlx_manager.mlx_server.services.database import Database
+from mlx_manager.mlx_server.services.kept_pictures import TABLES, KeptPictures
 from mlx_manager.mlx_server.utils.clock import SteadyClock, ahead_of
 from mlx_manager.mlx_server.utils.text import sized
 
@@ -106,7 +107,10 @@ DELETE FROM responses WHERE id = (SELECT id FROM responses ORDER BY used, rowid 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response as it was sent, with `input`, the items that were new in its request."""
+    """One response as it was sent, with `input`, the items that were new in its request.
+
+    Pictures stand in the items as `core.Image`s.
+    """
 
     response: JsonItem
     input: list[JsonItem]
@@ -155,8 +159,9 @@ class ResponseStore:
     def __init__(self, limits: ResponseLimits, clock: Callable[[], float] | None = None) -> None:
         self._limits = limits
         self._database = Database(
-            limits.path, "MLX_SERVER_RESPONSE_STORE", (TABLE, INDEX, *TOTAL, *ITEMS)
+            limits.path, "MLX_SERVER_RESPONSE_STORE", (TABLE, INDEX, *TOTAL, *ITEMS, *TABLES)
         )
+        self._pictures = KeptPictures(self._database, limits.max_image_bytes)
         said = clock or SteadyClock()
         ahead = self._database.run(self._ahead, said())
         self._clock: Callable[[], float] = lambda: said() + ahead
@@ -217,7 +222,8 @@ class ResponseStore:
             log.warning("when responses were used is not kept: %s", error.message)
 
     def _save(self, stored: StoredResponse, owner: str) -> None:
-        response, asked = json.dumps(stored.response), json.dumps(stored.input)
+        key = place(stored.id, owner)
+        response, asked = json.dumps(stored.response), self._pictures.dump(key, stored.input)
         most = self._limits.max_bytes
         if len(response) + len(asked) > most:
             # Such a response would remove all others, and could not be kept either.
@@ -226,7 +232,7 @@ class ResponseStore:
                 "(MLX_SERVER_RESPONSE_STORE_MB)."
             )
         row = (
-            place(stored.id, owner),
+            key,
             None if stored.previous is None else place(stored.previous, owner),
             self._clock(),
             len(response) + len(asked),
@@ -235,20 +241,22 @@ class ResponseStore:
         )
         self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
         self._forget()
+        self._pictures.make_place()
         while self._database.number("SELECT bytes FROM total") > most:
             if not self._database.execute(OLDEST).rowcount:
                 break
 
     def _find(self, response_id: str, owner: str) -> StoredResponse:
         query = "SELECT response, input FROM responses WHERE id = ?"
-        row = self._database.execute(query, (place(response_id, owner),)).fetchone()
+        key = place(response_id, owner)
+        row = self._database.execute(query, (key,)).fetchone()
         if row is None:
             raise ResponseNotFound(f"There is no response {response_id!r} here.")
-        return StoredResponse(json.loads(row[0]), json.loads(row[1]))
+        return StoredResponse(json.loads(row[0]), self._pictures.load(key, row[1]))
 
     def _history(self, response_id: str, owner: str) -> list[JsonItem]:
         query = CHAIN + (
-            "SELECT r.response, r.input, r.previous FROM chain JOIN responses r USING (id) "  # nosec B608  # a constant
+            "SELECT r.response, r.input, r.previous, r.id FROM chain JOIN responses r USING (id) "  # nosec B608  # a constant
             "ORDER BY depth DESC"
         )
         rows = self._database.execute(query, (place(response_id, owner),)).fetchall()
@@ -259,8 +267,8 @@ class ResponseStore:
             )
         return [
             item
-            for response, asked, _ in rows
-            for item in json.loads(asked) + json.loads(response)["output"]
+            for response, asked, _, key in rows
+            for item in self._pictures.load(key, asked) + json.loads(response)["output"]
         ]
 
     def _items(self, ids: Sequence[str], owner: str) -> dict[str, JsonItem]:
@@ -273,7 +281,7 @@ class ResponseStore:
         for holder, wanted in holders.items():
             query = "SELECT response, input FROM responses WHERE id = ?"
             for response, asked in self._database.execute(query, (holder,)):
-                items = json.loads(asked) + json.loads(response)["output"]
+                items = self._pictures.load(holder, asked) + json.loads(response)["output"]
                 found |= {item["id"]: item for item in items if item["id"] in wanted}
         return found
 

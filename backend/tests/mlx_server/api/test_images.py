@@ -7,7 +7,7 @@ import httpx
 import pytest
 from live import live_server
 
-from mlx_manager.mlx_server.protocols.images import LINE, replace_images
+from mlx_manager.mlx_server.protocols.images import LINE, places, replace_images
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 OF_CHAT = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
@@ -167,11 +167,11 @@ def test_counting_reads_what_an_answer_would(served: tuple[str, httpx.Client]):
 def test_beside_a_tools_result_a_users_own_picture_is_still_refused():
     result = {"type": "tool_result", "tool_use_id": "c", "content": [dict(OF_MESSAGES)]}
     body = {"messages": [user(result, OF_MESSAGES)]}
-    replace_images(body, "history")
+    replace_images(places(body), "history")
     assert body["messages"][0]["content"][1] == OF_MESSAGES
     assert result["content"] == [text(LINE)]
 
 
 @pytest.mark.parametrize("body", [None, [], {"messages": [None, "x", {"content": [1, None]}]}])
 def test_what_is_no_conversation_stays(body: object):
-    replace_images(body, "always")
+    assert places(body, beside=True) == []

@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_manager.mlx_server.core import Conversation, Message, Text, Tokens, Tool, ToolCall
+from mlx_manager.mlx_server.core import (
+    Conversation,
+    Image,
+    Message,
+    Text,
+    Tokens,
+    Tool,
+    ToolCall,
+)
 from mlx_manager.mlx_server.observability.prefixes import (
     MOST_PARTS,
     MOST_PROMPTS,
@@ -110,3 +118,17 @@ def test_what_is_kept_has_bounds_and_no_content() -> None:
     many = Conversation(tuple(Message("user", str(n)) for n in range(2 * MOST_PARTS)))
     assert len(parts_of(many)) == MOST_PARTS
     assert "secret" not in repr(parts_of(Text("secret")))
+
+
+def test_a_picture_that_changed_is_named_by_its_digest() -> None:
+    def shows(digest: str, text: str = "What?") -> Conversation:
+        return message(1, content=("See:", Image(b"", digest * 16, 1, 1), text))
+
+    before = shows("abcd")
+    assert why(shows("1234"), before=before) == (
+        "messages[1] (user), image 123412341234 has changed"
+    )
+    assert why(shows("abcd", "Why?"), before=before) == "messages[1] (user) has changed"
+    assert why(shows("abcd"), before=BEFORE) == "messages[1] (user) has changed"
+    without = message(1, content="See:What?")
+    assert "messages[1] (user)" in why(without, before=before)

@@ -98,20 +98,21 @@ def abilities(status: ModelStatus) -> dict[str, Any]:
     generates = status.kind == "text"
     context = status.context_length or None
     outputs = {"text": ["text"], "embedding": ["embeddings"], "reranker": ["scores"]}
+    reads = list(status.input_modalities)
     output = outputs.get(status.kind or "", ["text"])
     parameters = [*SAMPLED, *(THINKING if status.thinks else ())] if generates else []
     return {
         "type": {"text": "llm", "embedding": "embeddings"}.get(status.kind or ""),
         "max_context_length": context,
         "loaded_context_length": context if status.state == "loaded" else None,
-        "input_modalities": ["text"],
+        "input_modalities": reads,
         "output_modalities": output,
         "supports_tools": None if status.kind is None else generates,
         "supports_reasoning": status.thinks if generates or status.kind is None else False,
         "capabilities": ["tool_use"] if generates else [],
         "architecture": Architecture(
-            modality=f"text->{'+'.join(output)}",
-            input_modalities=["text"],
+            modality=f"{'+'.join(reads)}->{'+'.join(output)}",
+            input_modalities=reads,
             output_modalities=output,
         ),
         "top_provider": TopProvider(

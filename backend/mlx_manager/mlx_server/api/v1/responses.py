@@ -17,6 +17,7 @@ from mlx_manager.mlx_server.api.connection import (
     read,
 )
 from mlx_manager.mlx_server.api.documentation import takes
+from mlx_manager.mlx_server.api.pictures import check_images, sees
 from mlx_manager.mlx_server.api.respond import LargeResponse, respond
 from mlx_manager.mlx_server.api.state import caller_of, server_of
 from mlx_manager.mlx_server.core import GenerationRequest
@@ -29,6 +30,7 @@ from mlx_manager.mlx_server.errors import (
 )
 from mlx_manager.mlx_server.protocols import responses
 from mlx_manager.mlx_server.protocols.compaction import Summarising, Summary
+from mlx_manager.mlx_server.protocols.images import places_in, without_images
 from mlx_manager.mlx_server.schemas.responses import (
     CompactedResponse,
     CompactRequest,
@@ -199,6 +201,7 @@ async def _conversation(
         RequestTooLarge: more messages, content parts or images than may be.
     """
     server, owner = server_of(request), caller_of(request)
+    limits = server.settings.api
     earlier, wanted = body.previous_response_id, responses.references(body)
     latest = _latest(request)
     if earlier is None:
@@ -208,11 +211,16 @@ async def _conversation(
     else:
         kept = await server.responses.history(earlier, owner)
     found = await server.responses.items(wanted, owner) if wanted else {}
+    if not await sees(server, body.model):
+        kept = without_images(kept, limits.images_as_text)
+        shown = without_images(list(found.values()), limits.images_as_text)
+        found = dict(zip(found, shown, strict=True))
     said = responses.input_items(body, found)
     if earlier is not None or wanted:
         every = [*kept, *(item.model_dump() for item in said)]
         beside = "previous_response_id" if earlier is not None else ""
-        check_pieces("input", every, server.settings.api, earlier=beside)
+        check_pieces("input", every, earlier=beside)
+        check_images(list(places_in(every, "input")), limits, beside)
     return kept, said
 
 
@@ -283,7 +291,7 @@ async def list_input_items(
         if after not in ids:
             raise InvalidParameter(f"`after`: there is no item {after!r}.", param="after")
         items = items[ids.index(after) + 1 :]
-    page = responses.including(items[:limit], include)
+    page = responses.shown(responses.including(items[:limit], include))
     return ItemList(
         data=page,
         first_id=page[0]["id"] if page else None,
