@@ -57,7 +57,7 @@ class Tower(VisionTower):
         )
         self._rows = checkpoint.config["mm_tokens_per_image"]
         # mlx-lm rounds it to bfloat16.
-        self.scale = mx.array(checkpoint.text["hidden_size"] ** 0.5, mx.bfloat16).item()
+        self.scale = float(mx.array(checkpoint.text["hidden_size"] ** 0.5, mx.bfloat16))
 
     def layout(self, image: core.Image) -> Layout:
         return Layout(f"\n\n{BEGIN}{self.row}{END}\n\n", (self._rows,))
