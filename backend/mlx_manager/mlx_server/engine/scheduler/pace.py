@@ -21,6 +21,9 @@ LESS_BOLD = 0.98
 # The seconds of rows alone are known up to so many times the rows of the largest step without
 # prompts.
 LIKE = 2
+# Part of the seconds of other work that remains beside a step with prompts, since prompts may come
+# without end.
+BESIDE_PROMPTS = 0.25
 # Number of steps without prompts that are kept. Such steps come by the thousand, and are learnt
 # from when a prompt comes: from the last ones, which outweigh all others (`cost.KEPT`).
 MEMORY = 64
@@ -135,8 +138,8 @@ class Pace:
         their pace, or, where there are none, delay whoever comes by no more than a step may."""
         if not load.rows:
             return LONG
-        spent = self._prompts.of(_of_prompts(load)) if load.tokens else 0.0
-        return max((STRETCH - 1) * self._alone_time(load) - spent, 0.0)
+        slack = (STRETCH - 1) * self._alone_time(load)
+        return slack * BESIDE_PROMPTS if load.tokens else slack
 
     def budget(self, beginning: int, wanted: int = 0) -> Budget:
         """Return the budget of a step's prompts besides its rows.

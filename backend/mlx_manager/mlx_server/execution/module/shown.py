@@ -85,8 +85,12 @@ def _by_axes(rope: nn.Module, mrope: MRope, showing: Showing) -> nn.Module:
 
     def turn(rotate: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         angles = showing.angles
+        plain: mx.array
         if angles is None:
-            plain: mx.array = rotate(x, *args, **kwargs)
+            plain = rotate(x, *args, **kwargs)
+            return plain
+        if angles.ndim == 1 and not showing.chunk:
+            plain = rotate(x, offset=angles)
             return plain
         return rotation.turn(x, angles, chunk=showing.chunk)
 
