@@ -136,7 +136,7 @@ def prepare(
     sandbox: where grammars are tried first; one of its own unless models share it. doing: told what
     is begun.
     """
-    forward = choice(loaded.model, limits.page_size, doing=doing)
+    forward = choice(loaded.model, limits.page_size, doing=doing, vision=loaded.vision)
     doing("its pages are made")
     backend = TextBackend(loaded, thread, limits, ledger, forward, sandbox=sandbox)
     with ExitStack() as undo:
@@ -182,6 +182,8 @@ class TextBackend:
             ledger,
             looks_ahead=forward.looks_ahead,
             size=StepSize.of(limits, loaded.model, forward, ledger),
+            tower=None if loaded.vision is None else loaded.vision.tower,
+            wake=partial(thread.post, _nothing),
         )
         thread.attach(self._engine)
 
@@ -548,3 +550,7 @@ def _with_ids(sequence: Sequence, events: list[Event]) -> list[Event]:
             case _:
                 found.append(event)
     return found
+
+
+def _nothing() -> None:
+    """Do nothing: a message wakes the MLX thread."""

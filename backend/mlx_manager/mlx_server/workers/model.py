@@ -236,5 +236,6 @@ def facts_of(
     )
     if isinstance(loaded, LoadedModel):
         thinks = loaded.adapter.thinks(loaded.tokenizer)
-        return replace(facts, sampling=dict(loaded.sampling), thinks=thinks)
+        reads = ("text",) if loaded.vision is None else ("text", "image")
+        return replace(facts, sampling=dict(loaded.sampling), thinks=thinks, input_modalities=reads)
     return facts
