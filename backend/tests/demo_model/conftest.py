@@ -5,4 +5,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "training" / "demo"))
+BACKEND = Path(__file__).parents[2]
+sys.path[:0] = [str(BACKEND / "training" / "demo"), str(BACKEND)]

@@ -94,6 +94,13 @@ def test_the_template_takes_any_shape_of_tool(tokenizer: Any) -> None:
     assert "nothing()\nlook(unit?: c|f, place?: any, day?: any)<|eot_id|>" in text
 
 
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_the_template_shows_pictures_where_they_stand(tokenizer: Any, role: str) -> None:
+    before, after = {"type": "text", "text": "Look: "}, {"type": "text", "text": " What is it?"}
+    message = {"role": role, "content": [before, {"type": "image"}, after]}
+    assert "\n\nLook: <image> What is it?<|eot_id|>" in rendered(tokenizer, [message])
+
+
 def test_text_of_any_script_survives_the_tokenizer(tokenizer: Any) -> None:
     text = "Zoë naïve 你好 🙂\n\n\tx  y 1234 <b> \u0000"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
