@@ -226,27 +226,30 @@ scenario('Markdown, code and formulas are drawn', async (its) => {
   await its.shot('markdown');
 });
 
-scenario('pictures are pasted only where the model sees them', async (its) => {
+scenario('pictures are pasted where the model sees them, and answered', async (its) => {
   const { page } = its;
   const sent = [];
-  // No model of the tests sees pictures: this card says that one does.
-  await page.route('**/v1/models', async (route) => {
-    const response = await route.fetch();
-    const body = await response.json();
-    body.data.find(({ id }) => id === 'thinker').input_modalities = ['text', 'image'];
-    await route.fulfill({ response, json: body });
-  });
+  const received = [];
   page.on('request', (request) => {
     if (request.url().endsWith('/chat/completions')) sent.push(request.postDataJSON());
   });
+  page.on('response', (response) => {
+    if (response.url().endsWith('/chat/completions')) received.push(response.status());
+  });
   await open(its);
-  await choose(its, 'mlx-manager/demo');
-  assert.equal(await page.getByLabel('Add a picture').count(), 0);
   await choose(its, 'thinker');
+  assert.equal(await page.getByLabel('Add a picture').count(), 0);
+  await choose(its, 'seeing');
   await page.getByLabel('Add a picture').waitFor({ state: 'attached' });
+  await page.getByRole('button', { name: 'How it answers' }).click();
+  await page.getByLabel('Most tokens').fill('8');
+  await page.keyboard.press('Escape');
   await page.locator('#composer').evaluate(async (box) => {
     const canvas = document.createElement('canvas');
-    canvas.width = canvas.height = 8;
+    canvas.width = canvas.height = 80;
+    const drawn = canvas.getContext('2d');
+    drawn.fillStyle = 'red';
+    drawn.fillRect(10, 10, 50, 50);
     const blob = await new Promise((resolve) => canvas.toBlob(resolve));
     const clipboardData = new DataTransfer();
     clipboardData.items.add(new File([blob], 'a.png', { type: 'image/png' }));
@@ -254,11 +257,17 @@ scenario('pictures are pasted only where the model sees them', async (its) => {
   });
   await page.getByAltText('Picture 1 to send').waitFor();
   await its.shot('picture');
-  await say(its, 'What is this?', { wait: false });
+  await say(its, 'What is this?');
   await questions(its).getByAltText('Picture 1 of the question').waitFor();
+  assert.match(await answers(its).last().innerText(), /\+ [1-8] tokens/);
   const [picture, text] = sent[0].messages[0].content;
   assert.match(picture.image_url.url, /^data:image\/png;base64,/);
   assert.equal(text.text, 'What is this?');
+  await say(its, 'And now?');
+  assert.match(await answers(its).last().innerText(), /\+ [1-8] tokens/);
+  assert.equal(sent[1].messages[0].content[0].image_url.url, picture.image_url.url);
+  assert.deepEqual(received, [200, 200]);
+  await its.shot('picture-answered');
 });
 
 scenario('a long answer is drawn without a halt', async (its) => {

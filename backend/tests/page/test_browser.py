@@ -21,6 +21,7 @@ import pytest
 from fake_hub import fake_hub
 from live import live_server
 from scripted_model import call, make_scripted_model
+from tiny_vision import make_seeing_model
 
 from mlx_manager import demo_model
 
@@ -110,6 +111,7 @@ def make_models(folder: Path) -> Path:
     make_scripted_model(folder / "long", [], without_tools=LONG, endless=True)
     shutil.copytree(Path(demo_model.__file__).parent, folder / "spare")
     make_scripted_model(folder / "evil", [], without_tools=EVIL)
+    make_seeing_model(folder / "seeing", "smolvlm")
     return folder
 
 
