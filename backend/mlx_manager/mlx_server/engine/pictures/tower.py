@@ -22,8 +22,10 @@ from mlx_manager.mlx_server.utils.text import sized
 # Pictures that are decoded at once, and jobs that may have pixels that the tower has not read.
 DECODED_AT_ONCE = 1
 PIXELS_AHEAD = 2
-# Slices that are queued at once while nobody waits for a step: a GPU would idle between them.
+# Slices that are queued at once on a GPU while nobody waits for a step.
 SLICES_ON_A_GPU = 4
+# Factor on the seconds that a slice is expected to take, at each slice.
+TOOK_KEPT = 0.95
 # Bytes that the tower works on for each row of features, until more have been seen.
 ROW_BYTES = 1 << 18
 # Seconds that a step without other work waits for pixels where nobody wakes the thread.
@@ -73,7 +75,7 @@ class TowerJobs:
         self._jobs: dict[str, Job] = {}
         self._current: Job | None = None
         self._row_bytes = ROW_BYTES
-        # Seconds that slices may take beside steps, which may be owed; and those of the last slice.
+        # Seconds that slices may take beside steps, and those that a slice may take.
         self._credit = self._took = 0.0
 
     def __bool__(self) -> bool:
@@ -144,28 +146,29 @@ class TowerJobs:
                 some.
             Exception: the tower's own, or that of pixels. `at_fault` then is the job.
         """
-        if seconds is None:
-            self._credit = 0.0
-        else:
-            self._credit = min(self._credit + seconds, max(seconds, self._took))
+        alone = seconds is None
+        self._credit += seconds or 0.0
+        self._credit = 0.0 if alone else min(self._credit, max(seconds or 0.0, self._took))
         done: list[tuple[Job, Features]] = []
-        if self._credit < 0:
-            return done
-        job = self._next(alone=seconds is None)
-        if job is not None:
+        while alone or self._credit >= self._took:
+            job = self._next(alone=alone)
+            if job is None:
+                break
             self.at_fault = job
-            features = self._run(job, self._slices(seconds))
+            features = self._run(job, self._at_once(alone=alone))
             self.at_fault = None
             if features is not None:
                 done.append((job, features))
                 self._end(job)
+            if alone:
+                break
         return done
 
-    def _slices(self, seconds: float | None) -> int:
-        """Return how many slices are run at once."""
-        if seconds is not None:
-            return max(1, int(self._credit / self._took)) if self._took else 1
-        return 1 if mx.default_device() == mx.cpu else SLICES_ON_A_GPU
+    def _at_once(self, *, alone: bool) -> int:
+        """Return how many slices are queued at once: a GPU idles between them."""
+        if mx.default_device() == mx.cpu or not self._took:
+            return 1
+        return SLICES_ON_A_GPU if alone else max(1, int(self._credit / self._took))
 
     def _next(self, *, alone: bool) -> Job | None:
         """Return the job to go on with, if one can; its pixels have been taken and there is memory
@@ -211,7 +214,9 @@ class TowerJobs:
         mx.eval(arrays)
         self.slices += run
         took = perf_counter() - began
-        self._credit, self._took = self._credit - took, took / run
+        self._credit -= took
+        # Some slices take next to nothing. The next one may take as long as the longest.
+        self._took = max(took / run, self._took * TOOK_KEPT)
         if mx.get_peak_memory() > peak:
             self._learn(job, mx.get_peak_memory() - active)
         return features
