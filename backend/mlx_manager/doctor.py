@@ -43,6 +43,7 @@ def examine(settings: MLXServerSettings) -> list[Finding]:
         Finding("mlx-manager", f"{__version__}, in {sys.prefix}"),
         Finding("python", f"{platform.python_version()} on {platform.platform()}"),
         *mlx_findings(settings),
+        pictures_finding(),
         *disk_findings(settings),
         *store_findings(settings),
         open_files_finding(),
@@ -81,6 +82,17 @@ def mlx_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     for name, kernels in (("kernels", kernel_report()), ("sampling", draw_report())):
         advice = f"{KERNELS_FAILED} {kernels.problem}" if kernels.problem else ""
         yield Finding(name, kernels.name, advice=advice)
+
+
+def pictures_finding() -> Finding:
+    """Return whether models that see can be given pictures."""
+    from mlx_manager.mlx_server.models.modalities import INSTALL, missing_libraries
+
+    if absent := missing_libraries():
+        value = f"models take none: {' and '.join(absent)} is not installed"
+        return Finding("pictures", value, advice=INSTALL)
+    with_what = f"by mlx-vlm {installed('mlx-vlm')} and Pillow {installed('pillow')}"
+    return Finding("pictures", f"models that see are given them {with_what}")
 
 
 def disk_findings(settings: MLXServerSettings) -> Iterator[Finding]:

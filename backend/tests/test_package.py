@@ -58,7 +58,7 @@ def test_the_distribution_has_a_name_that_is_ours(wheel: Path) -> None:
 
 def test_the_builds_of_mlx_are_extras(wheel: Path) -> None:
     extras = set(metadata(wheel).get_all("Provides-Extra", []))
-    assert {"cpu", "cuda12", "cuda13", "otel", "logfire"} <= extras
+    assert {"cpu", "cuda12", "cuda13", "otel", "logfire", "vision"} <= extras
 
 
 def test_the_licence_is_within(sdist: Path, wheel: Path) -> None:

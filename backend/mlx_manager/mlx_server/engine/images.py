@@ -40,13 +40,15 @@ class PromptImages:
     angles: (3, prompt tokens) int32, temporal, height and width positions (M-RoPE); None: positions
     are the tokens' places. shift: added to a token's place for its position after the prompt
     (M-RoPE's rope delta). whole: queries of a picture see to its end, and no chunk ends inside one
-    (Gemma 3, 4).
+    (Gemma 3, 4). windowed: they do so only in layers with a sliding window, and only within it
+    (Gemma 4).
     """
 
     pictures: tuple[Picture, ...]
     angles: np.ndarray | None = None
     shift: int = 0
     whole: bool = False
+    windowed: bool = False
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlx_manager.mlx_server.models.families import VISIONS
+from mlx_manager.mlx_server.models.families import VISIONS, letters
 
 ENCODERS = frozenset(
     {
@@ -64,13 +63,8 @@ def with_known_names(config: Mapping[str, Any]) -> dict[str, Any]:
 def _spelled(model_type: str, names: Collection[str]) -> str | None:
     if model_type in names:
         return model_type
-    meant = _letters(model_type)
-    return next((name for name in sorted(names) if _letters(name) == meant), None)
-
-
-def _letters(name: str) -> str:
-    """Return a name in lower case, with dashes, dots and blanks as underscores."""
-    return re.sub(r"[-_.\s]+", "_", name.strip().lower())
+    meant = letters(model_type)
+    return next((name for name in sorted(names) if letters(name) == meant), None)
 
 
 @cache

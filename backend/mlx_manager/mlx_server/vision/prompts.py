@@ -93,13 +93,13 @@ class Vision:
             Picture(image, image.digest, own)
             for image, own in zip(images, np.split(places, ends[:-1]), strict=True)
         )
-        whole = self.tower.whole
+        whole, windowed = self.tower.whole, self.tower.windowed
         if self.mrope is None:
-            return tokens.tolist(), PromptImages(pictures, whole=whole)
+            return tokens.tolist(), PromptImages(pictures, whole=whole, windowed=windowed)
         grids = [layout.grid for layout in layouts if layout.grid is not None]
         angles = angles_of(len(tokens), [picture.places for picture in pictures], grids)
         shift = int(angles.max()) + 1 - len(tokens)
-        return tokens.tolist(), PromptImages(pictures, angles, shift, whole)
+        return tokens.tolist(), PromptImages(pictures, angles, shift, whole, windowed)
 
 
 def angles_of(

@@ -69,7 +69,9 @@ CASES = [
 ]
 
 
-def chunk_of(scene: Scene, table: PageTable, start: int, stop: int, whole: bool) -> Chunk:
+def chunk_of(
+    scene: Scene, table: PageTable, start: int, stop: int, whole: bool, windowed: bool
+) -> Chunk:
     parts = []
     for places, features in zip(scene.places, scene.features, strict=True):
         first, last = np.searchsorted(places, [start, stop])
@@ -81,7 +83,7 @@ def chunk_of(scene: Scene, table: PageTable, start: int, stop: int, whole: bool)
     angles = None if scene.angles is None else scene.angles[:, start:stop]
     runs = [(int(places[0]), int(places[-1]) + 1) for places in scene.places]
     within = tuple(run for run in runs if start < run[1] and run[0] < stop)
-    span = Span(table, stop, stop - start, within if whole else ())
+    span = Span(table, stop, stop - start, within if whole else (), windowed)
     shown = Shown.joined(parts) if parts else None
     return Chunk(
         0, span, scene.tokens[start:stop], stop == scene.prompt, True, shown=shown, angles=angles
@@ -94,6 +96,7 @@ def logits_of(
     cuts: list[int],
     text: list[int] | None = None,
     whole: bool = False,
+    windowed: bool = False,
 ) -> tuple[mx.array, list[mx.array]]:
     """Logits of the scene, its prompt cut at `cuts`, and those of `text`, whose row decodes in the
     same steps."""
@@ -124,7 +127,7 @@ def logits_of(
         if text is not None:
             running = decode((1, place + 1, text[place], 0))
             place += 1
-        out = forward.run(running, [chunk_of(scene, tables[0], start, stop, whole)])
+        out = forward.run(running, [chunk_of(scene, tables[0], start, stop, whole, windowed)])
         mx.eval([*forward.state(), out])
         if running is not None:
             beside.append(out[0])
@@ -204,8 +207,10 @@ GEMMA = Seeing(
 """Pictures are longer than its windows."""
 
 
-def bidirectional_logits(model: nn.Module, of: Scene) -> mx.array:
-    """The logits with masks as transformers builds them: causal and windowed, or within a run."""
+def bidirectional_logits(model: nn.Module, of: Scene, windowed: bool) -> mx.array:
+    """The logits with masks as transformers builds them. Gemma 3's: causal and in the window, or
+    within a run. Gemma 4's (`windowed`): causal; in layers with windows, causal or within a run,
+    and in the window."""
     body = model.model
     scale = body.norm.weight.size**0.5
     hidden = body.embed_tokens(mx.array([of.tokens]))
@@ -218,19 +223,25 @@ def bidirectional_logits(model: nn.Module, of: Scene) -> mx.array:
     same = (group[:, None] == group) & (group[:, None] >= 0)
     causal = here <= here[:, None]
     for number, layer in enumerate(body.layers):
-        whole = number % 2 == 1
-        seen = causal if whole else causal & (here > here[:, None] - 12)
-        hidden = layer(hidden, mx.array(seen | same), None)
+        near = (number % 2 == 1) | (here > here[:, None] - 12)
+        seen = (causal & near) | same
+        if windowed:
+            seen = causal if number % 2 == 1 else (causal | same) & near
+        hidden = layer(hidden, mx.array(seen), None)
     logits: mx.array = model.lm_head(body.norm(hidden))[0]
     return logits
 
 
+@pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("way", ["chosen", "ragged", "separate", "gathered", "fused", "steps"])
-def test_tokens_of_a_picture_see_all_of_it_where_the_family_wants_it(way: str) -> None:
+def test_tokens_of_a_picture_see_all_of_it_where_the_family_wants_it(
+    way: str, windowed: bool
+) -> None:
     of = scene(GEMMA)
-    expected = bidirectional_logits(GEMMA.model(), of)
+    expected = bidirectional_logits(GEMMA.model(), of, windowed)
     for cuts in ([], [5, 7, 33]):
-        got, _ = logits_of(WAYS[way](GEMMA.model(), GEMMA), of, cuts, whole=True)
+        forward = WAYS[way](GEMMA.model(), GEMMA)
+        got, _ = logits_of(forward, of, cuts, whole=True, windowed=windowed)
         close(got, expected)
 
 

@@ -70,13 +70,19 @@ class Span:
 
     table: the sequence's pages. length: tokens visible at its end, the step's own included.
     queries: how many of those are the step's own. runs: (first, behind the last) of the places
-    whose tokens see all of their run; others see none that follows them.
+    whose tokens see all of their run; others see none that follows them. windowed: they do so only
+    in layers with a window, and within it.
     """
 
     table: PageTable
     length: int
     queries: int = 1
     runs: tuple[tuple[int, int], ...] = ()
+    windowed: bool = False
+
+    def ahead(self, window: int | None) -> tuple[tuple[int, int], ...]:
+        """Return the runs whose tokens see ones that follow them, in layers with that window."""
+        return () if self.windowed and window is None else self.runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +325,8 @@ class StepPlan:
 
     def _single(self, span: Span, start: int, window: int | None) -> Group:
         seen_from = 0 if window is None else max(0, span.length - span.queries - window + 1)
-        seen_from = min([seen_from, *(first for first, _ in span.runs)])
+        if not span.windowed:
+            seen_from = min([seen_from, *(first for first, _ in span.runs)])
         from_page = seen_from // self.page_size
         base = from_page * self.page_size
         pages = span.table.pages[from_page : -(-span.length // self.page_size)]
@@ -907,7 +914,7 @@ def _mask(span: Span, base: int, window: int | None) -> mx.array | str | None:
 
     The mask is None for a query that sees all of them, "causal", or bool (queries, keys).
     """
-    if span.runs:
+    if span.ahead(window):
         return mx.array(_visible(span, base, span.length, window))
     if window is None or span.length - base <= window:
         return None if span.queries == 1 else "causal"
@@ -922,7 +929,10 @@ def _visible(span: Span, first: int, behind: int, window: int | None) -> NDArray
     visible = places <= here
     if window is not None:
         visible &= places > here - window
-    for start, end in span.runs:
-        # Also beyond the window: transformers joins both masks with "or".
-        visible |= (start <= here) & (here < end) & (start <= places) & (places < end)
+    for start, end in span.ahead(window):
+        own = (start <= here) & (here < end) & (start <= places) & (places < end)
+        if span.windowed and window is not None:
+            own &= places > here - window
+        # Of Gemma 3 also beyond the window: transformers joins both masks with "or".
+        visible |= own
     return visible

@@ -129,7 +129,7 @@ class Adapter:
         return self._sees.placeholder if self._sees else ""
 
     def _outlined(self, tokenizer: Tokenizer) -> Callable[[Conversation, Changes], str]:
-        return lambda outline, changes: self._rendered(tokenizer, outline, changes).text
+        return lambda outline, changes: self._rendered(tokenizer, outline, changes).marked
 
     def _syntax_of(self, tokenizer: Tokenizer) -> ToolFormat:
         found = syntax_of(tokenizer)
@@ -188,13 +188,17 @@ class Adapter:
             InvalidRequest: the model has no chat template, or the template refuses the
                 conversation.
             MLXManagerError: the template is broken.
-            InvalidParameter: an argument of the template has a reserved name.
+            InvalidParameter: an argument of the template has a reserved name, or the model sees no
+                pictures.
         """
         if not tokenizer.has_chat_template:
             raise InvalidRequest(
                 "This model has no chat template; use /v1/completions with a prompt.",
                 param=conversation.param,
             )
+        pictures = (image for message in conversation.messages for image in message.images)
+        if not self._placeholder and (first := next(pictures, None)):
+            raise InvalidParameter("This model takes no pictures, only text.", param=first.param)
         changes = self._fitting.changes(conversation)
         if changes is None:
             raise self._refusal(conversation, tokenizer)

@@ -47,9 +47,14 @@ def vision_facts(config: Mapping[str, Any]) -> VisionFacts | None:
     encoder = config.get("vision_config")
     if not isinstance(encoder, Mapping):
         return None
-    kind, its = config.get("model_type"), encoder.get("model_type")
-    found = (each for each in VISIONS if kind in each.kinds and each.encoder in ("", its))
-    return next(found, None)
+    kind, its = letters(config.get("model_type")), encoder.get("model_type")
+    found = (each for each in VISIONS if kind in map(letters, each.kinds))
+    return next((each for each in found if each.encoder in ("", its)), None)
+
+
+def letters(name: object) -> str:
+    """Return a name in lower case, with dashes, dots and blanks as underscores."""
+    return re.sub(r"[-_.\s]+", "_", str(name).strip().lower())
 
 
 @cache

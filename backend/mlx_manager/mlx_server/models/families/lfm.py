@@ -18,7 +18,7 @@ FAMILY = Family(
     config=ConfigFacts(names={"lfm2": {"block_dim": "hidden_size"}}),
     vision=(
         VisionFacts(
-            kinds=("lfm2-vl", "lfm2_vl"),
+            kinds=("lfm2-vl",),
             tower="lfm2_vl",
             tensors=(
                 *("model.vision_tower.", "vision_tower."),

@@ -38,7 +38,7 @@ from mlx_manager.mlx_server.vision.towers.base import Checkpoint, VisionTower
 log = logging.getLogger(__name__)
 
 PROCESSOR, AROUND = "preprocessor_config.json", "processor_config.json"
-SECTION = "vision_config"
+SECTIONS = ("vision_config", "text_config")
 MOST_NAMED = 3
 NARROW = ("BF16", "F16")
 
@@ -130,7 +130,8 @@ def checkpoint_of(plan: Plan) -> Checkpoint:
     around = _settings(folder / AROUND)
     nested = around.get("image_processor")
     processor = _settings(folder / PROCESSOR) or (nested if isinstance(nested, dict) else {})
-    return Checkpoint(folder, with_defaults(plan.config), processor, around)
+    # As it stands in the folder: the plan's has settings in the forms of mlx-lm's classes.
+    return Checkpoint(folder, with_defaults(plan.folder.config), processor, around)
 
 
 def _settings(file: Path) -> dict[str, Any]:
@@ -145,11 +146,11 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(config["model_type"]).replace("-", "_")
     if kind not in CONFIG_MAPPING:
         return dict(config)
-    known = CONFIG_MAPPING[kind](**{SECTION: config[SECTION]}).to_dict()
-    encoder = {**known[SECTION], **config[SECTION]}
+    given = {name: config[name] for name in SECTIONS if name in config}
+    known = CONFIG_MAPPING[kind](**given).to_dict()
+    whole = {name: {**known[name], **section} for name, section in given.items()}
     # Older configs of Qwen2.5-VL have the language model's settings beside the encoder's.
-    text = config.get("text_config", config)
-    return {**known, **config, SECTION: encoder, "text_config": text}
+    return {**known, "text_config": config, **config, **whole}
 
 
 def fill(

@@ -89,7 +89,7 @@ class VisionTower(ABC):
     Attributes:
         module: tower and projector; its parameters have the names that `renamed` gives.
         row: the token whose embedding a row of features replaces.
-        whole: see `PromptImages`.
+        whole, windowed: see `PromptImages`.
         mrope: positions of the language model in time, height and width, if it has any.
         levels: levels of features that are added after the language model's first layers.
         dtype: type of the features, which is the language model's.
@@ -99,6 +99,7 @@ class VisionTower(ABC):
     module: nn.Module
     row: str
     whole: bool = False
+    windowed: bool = False
     mrope: MRope | None = None
     levels: int = 0
     dtype: mx.Dtype = mx.float32

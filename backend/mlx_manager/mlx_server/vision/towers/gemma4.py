@@ -59,6 +59,7 @@ class Tower(VisionTower):
         self._most = self._processor.max_soft_tokens * self._pool**2
         self.scale = checkpoint.text["hidden_size"] ** 0.5
         self.whole = checkpoint.text.get("use_bidirectional_attention") == "vision"
+        self.windowed = self.whole
 
     def layout(self, image: core.Image) -> Layout:
         side = self._patch * self._pool

@@ -34,6 +34,7 @@ TYPES = {
     "granite": ("granite", "granitemoehybrid"),
     "hunyuan": ("hunyuan", "hunyuan_v1_dense"),
     "idefics": ("idefics3", "smolvlm"),
+    "internvl": ("internvl", "internvl_chat"),
     "laguna": ("laguna",),
     "lfm": ("lfm2", "lfm2_moe", "lfm2-vl"),
     "llama": ("llama", "llama4_text"),
