@@ -193,7 +193,7 @@ class Requests:
     )
     images_as_text: ImagesAsText = setting(
         "history",
-        "Pictures that a line stands for, where no model sees them: those in tools' results and "
+        "Pictures that a line stands for, where a model sees none: those in tools' results and "
         "before the last answer; none, which refuses them; or all",
     )
     response_store: Path | None = setting(

@@ -140,7 +140,6 @@ class ScriptedBackend:
 class ScriptedLease:
     id: str
     backend: ScriptedBackend
-    sees: bool = False
 
 
 @dataclass
@@ -212,6 +211,6 @@ class ScriptedPool:
             await self.loading.wait()
         self.leases += 1
         try:
-            yield ScriptedLease(model_id, self.backend, self.seeing)
+            yield ScriptedLease(model_id, self.backend)
         finally:
             self.leases -= 1

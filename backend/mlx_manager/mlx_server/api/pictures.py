@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request
 
 from mlx_manager.mlx_server.api.http.paths import routed
-from mlx_manager.mlx_server.api.state import Server, meant, server_of
+from mlx_manager.mlx_server.api.state import Server, caller_of, meant, server_of
 from mlx_manager.mlx_server.config import ApiLimits
 from mlx_manager.mlx_server.errors import ModelNotFound, RequestTooLarge
 from mlx_manager.mlx_server.protocols.images import Place, places, put, replace_images, sources
@@ -31,7 +31,9 @@ async def settle(request: Request, body: object, limits: ApiLimits) -> None:
         check_images(places(body, beside=ollama), limits)
         return
     check_images(found, limits)
-    put(found, await server.images.read(sources(found)))
+    # Without keys, requests take turns.
+    turns = caller_of(request) or request.state.request_id
+    put(found, await server.images.read(sources(found), turns))
 
 
 async def sees(server: Server, name: Any, *, ollama: bool = False) -> bool:

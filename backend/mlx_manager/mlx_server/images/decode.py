@@ -50,15 +50,12 @@ _SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
     ("ICO", 0, b"\0\0\1\0"),
 )
 """Formats by the bytes at a place of their files, those included that are refused by name."""
-_SVG = (b"<svg", b"<?xml", b"<!DOCTYPE svg")
 _BROKEN = (
     *(OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, AttributeError),
     *(OverflowError, MemoryError, struct.error, zlib.error),
 )
 """Errors that Pillow's readers raise for files that are not sound."""
 _ORIENTATION = 0x0112
-_TURNED = (5, 6, 7, 8)
-"""Values of EXIF's orientation that swap width and height."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,8 @@ def format_of(data: bytes) -> str | None:
     for name, place, signature in _SIGNATURES:
         if data.startswith(signature, place) and (name != "WebP" or data.startswith(b"RIFF")):
             return name
-    return "SVG" if data[:256].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(_SVG) else None
+    head = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n")
+    return "SVG" if head.startswith(b"<") and b"<svg" in head else None
 
 
 def media_type_of(data: bytes) -> str:
@@ -129,21 +127,23 @@ def measured(data: bytes, kind: str, max_pixels: int, param: str) -> Size:
     """
     opener = _opener(kind, param)
     from PIL.Image import DecompressionBombError, DecompressionBombWarning
+    from PIL.ImageOps import exif_transpose
 
     try:
         with opener(BytesIO(data)) as picture:
             _check_pixels(picture.size, max_pixels, param)
             picture.load()
             _check_pixels(picture.size, max_pixels, param)
-            turned = picture.getexif().get(_ORIENTATION) in _TURNED
-            width, height = picture.size
+            if picture.getexif().get(_ORIENTATION, 1) == 1:
+                return Size(*picture.size)
+            # A worker turns it, too.
+            return Size(*exif_transpose(picture).size)
     except (DecompressionBombError, DecompressionBombWarning):
         raise _too_many_pixels("more", max_pixels, param) from None
     except _BROKEN as error:
         raise InvalidParameter(
             f"`{param}` is a broken {kind}: {_reason(error)}.", param=param
         ) from None
-    return Size(height, width) if turned else Size(width, height)
 
 
 def _reason(error: BaseException) -> str:

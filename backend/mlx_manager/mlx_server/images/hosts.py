@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urljoin, urlsplit
@@ -103,8 +105,11 @@ class Hosts:
 
         try:
             async with asyncio.timeout(self.seconds):
-                # A proxy would look the name up once more, and a netrc has passwords.
-                async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
+                # A proxy would look the name up once more, and a netrc has passwords. A connection
+                # is kept by its address, though its host was checked for one name: no client is
+                # used twice.
+                tls = await asyncio.to_thread(_tls)
+                async with httpx.AsyncClient(verify=tls, trust_env=False, timeout=None) as client:
                     return await self._follow(client, url, most, param)
         except TimeoutError:
             raise InvalidParameter(
@@ -211,6 +216,14 @@ class Hosts:
                 param=param,
             )
         return found[0]
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Return what hosts are known by; to read the certificates takes a while."""
+    import httpx
+
+    return httpx.create_ssl_context()
 
 
 async def _body(response: httpx.Response, most: int, param: str) -> bytes:

@@ -38,14 +38,16 @@ class ImageReader:
         self._under_way: dict[str, asyncio.Task[Size]] = {}
         self.decodings = 0
 
-    async def read(self, sources: Sequence[Source]) -> list[Image]:
+    async def read(self, sources: Sequence[Source], key: str = "") -> list[Image]:
         """Return the pictures, in the order of their sources.
+
+        key: name of the caller; callers take turns.
 
         Raises:
             InvalidRequest: one of them can't be read; of several, the first. The error names its
                 place.
         """
-        reading = [asyncio.create_task(self._read(source)) for source in sources]
+        reading = [asyncio.create_task(self._read(source, key)) for source in sources]
         try:
             return [await task for task in reading]
         finally:
@@ -53,40 +55,40 @@ class ImageReader:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
 
-    async def _read(self, source: Source) -> Image:
-        data, declared, digest = await self._bytes(source)
+    async def _read(self, source: Source, key: str) -> Image:
+        data, declared, digest = await self._bytes(source, key)
         kind = check_format(data, declared, source.param)
         size = self._known.get(digest)
         if size is None:
-            size = await self._measured(data, kind, digest, source.param)
+            size = await self._measured(data, kind, digest, source.param, key)
         else:
             self._known.move_to_end(digest)
         return Image(data, digest, size.width, size.height, source.param)
 
-    async def _bytes(self, source: Source) -> tuple[bytes, str | None, str]:
+    async def _bytes(self, source: Source, key: str) -> tuple[bytes, str | None, str]:
         """Return a picture's bytes, the media type that is declared, and the digest."""
         most, data = self._limits.max_bytes, None
         if source.remote:
             data = await self._hosts.fetch(source.text, most, source.param)
-        return await self._threads.run(partial(_digested, source, data, most))
+        return await self._threads.run(partial(_digested, source, data, most), key)
 
-    async def _measured(self, data: bytes, kind: str, digest: str, param: str) -> Size:
+    async def _measured(self, data: bytes, kind: str, digest: str, param: str, key: str) -> Size:
         """Return a picture's size. Requests that bring equal bytes meanwhile wait for one decoding;
         where it fails, each has its own, whose error names its own place."""
         if (other := self._under_way.get(digest)) is not None:
             await asyncio.wait([other])
             if (size := self._known.get(digest)) is not None:
                 return size
-        task = asyncio.create_task(self._decode(data, kind, digest, param))
+        task = asyncio.create_task(self._decode(data, kind, digest, param, key))
         self._under_way[digest] = task
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         # One of those who wait may be gone before the others.
         return await asyncio.shield(task)
 
-    async def _decode(self, data: bytes, kind: str, digest: str, param: str) -> Size:
+    async def _decode(self, data: bytes, kind: str, digest: str, param: str, key: str) -> Size:
         try:
             size = await self._threads.run(
-                partial(measured, data, kind, self._limits.max_pixels, param)
+                partial(measured, data, kind, self._limits.max_pixels, param), key
             )
         finally:
             self._under_way.pop(digest, None)

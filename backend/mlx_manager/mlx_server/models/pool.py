@@ -227,7 +227,7 @@ class ModelPoolManager:
         name = self.resolve(model_id)
         resident = self._residents.get(self._policy.engine_of(name))
         if resident is not None:
-            return resident.sees
+            return "image" in resident.facts.input_modalities
         source = await self._on_disk(self.catalog.find, name)
         return source.path is None or "image" in source.input_modalities
 

@@ -41,11 +41,6 @@ class Resident:
     uses: int = field(default=0, init=False)
     used_at: float = field(default=0.0, init=False)
 
-    @property
-    def sees(self) -> bool:
-        """True if the model reads pictures."""
-        return "image" in self.facts.input_modalities
-
 
 class Residents:
     """Loaded models by id. Every method may be called from any thread."""

@@ -348,6 +348,11 @@ def _part(part: ContentPart, path: str) -> Part:
             raise InvalidParameter(
                 f"`{path}` of type {part.type} needs a `{part.type}`.", param=f"{path}.{part.type}"
             )
+    if part.type in ("image", "input_image"):
+        raise UnsupportedParameter(
+            f"`{path}` is of type {part.type!r}; images are of type 'image_url' here.",
+            param=f"{path}.type",
+        )
     raise UnsupportedParameter(
         f"`{path}` is of type {part.type!r}; this model takes text only.", param=f"{path}.type"
     )

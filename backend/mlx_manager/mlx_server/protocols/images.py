@@ -54,10 +54,12 @@ class Place:
 
     @property
     def part(self) -> Any:
+        """The content part, or the list."""
         return self.holder[self.key]
 
     @property
     def is_beside_a_text(self) -> bool:
+        """True of a list of pictures."""
         return self.key == "images"
 
     @property

@@ -156,7 +156,8 @@ INCLUDABLE = frozenset(
         "code_interpreter_call.outputs",
     }
 )
-"""All that may be asked for; beyond the first two there is never anything to include."""
+"""All that may be asked for. Images are included anyway; of the rest but the first two there is
+never anything."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -700,6 +701,11 @@ def _part(part: ContentPart, path: str) -> Part:
         case ImagePart(image_url=image):
             # One of a kept item was at another place when it came.
             return replace(seen(image, path, part.type), param=f"{path}.image_url")
+    if part.type in ("image", "image_url"):
+        raise UnsupportedParameter(
+            f"`{path}` is of type {part.type!r}; images are of type 'input_image' here.",
+            param=f"{path}.type",
+        )
     raise UnsupportedParameter(
         f"`{path}` is of type {part.type!r}; this model takes text only.", param=f"{path}.type"
     )

@@ -655,7 +655,7 @@ class ModelCard(Wire):
     family: str
     context_length: int
     max_model_len: int
-    type: Literal["llm", "embeddings"] | None = None
+    type: Literal["llm", "vlm", "embeddings"] | None = None
     max_context_length: int | None = None
     loaded_context_length: int | None = None
     input_modalities: list[str]

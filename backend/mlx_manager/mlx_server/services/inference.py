@@ -48,7 +48,7 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.defaults import fill_sampling, overlaid, overlaid_prompt
 from mlx_manager.mlx_server.engine.stream import Inbox, Steps, Work, steps, working
-from mlx_manager.mlx_server.errors import MLXManagerError, UnsupportedParameter
+from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.images.reader import ImageReader
 from mlx_manager.mlx_server.observability.observer import Observer, observed
 from mlx_manager.mlx_server.protocols import chat, completions, sse
@@ -121,9 +121,6 @@ class Lease(Protocol):
 
     @property
     def backend(self) -> TokenBackend: ...
-
-    @property
-    def sees(self) -> bool: ...
 
 
 class EncoderLease(Protocol):
@@ -369,12 +366,8 @@ class Inference:
     def generate(self, requests: Sequence[GenerationRequest]) -> Generation:
         """Return a call that answers `requests`, which all name the same model."""
         own = self._own(requests)
-
-        async def work(lease: Lease, push: PushRow) -> None:
-            check_sight(lease, own[0].prompt)
-            await rows(lease.backend, own, push)
-
-        return self.call(own, self.pool.lease(own[0].model, "text"), work)
+        leasing = self.pool.lease(own[0].model, "text")
+        return self.call(own, leasing, lambda lease, push: rows(lease.backend, own, push))
 
     def generate_fitting(self, requests: EverShorter) -> Generation:
         """Return a call that answers the first of `requests` that leaves room for an answer.
@@ -384,7 +377,6 @@ class Inference:
         whole = self._own([requests[0]])
 
         async def work(lease: Lease, push: PushRow) -> None:
-            check_sight(lease, whole[0].prompt)
             request = await first_fitting(lease.backend, requests, self._own)
             await rows(lease.backend, [request], push)
 
@@ -507,22 +499,6 @@ class Inference:
             request_id=request_id,
             caller=self.caller,
         )
-
-
-def check_sight(lease: Lease, prompt: Prompt) -> None:
-    """Check that a loaded model reads the pictures of a prompt: its folder may have promised more.
-
-    Raises:
-        UnsupportedParameter: it reads none, and there is one.
-    """
-    if lease.sees or not isinstance(prompt, Conversation):
-        return
-    for message in prompt.messages:
-        for image in message.images:
-            raise UnsupportedParameter(
-                f"`{image.param}` is an image; {lease.id}, as it is loaded here, takes text only.",
-                param=image.param,
-            )
 
 
 async def first_fitting(

@@ -33,7 +33,7 @@ class Channel:
         self._closed = closed
         self._name = name
         self._over = False
-        # Frames that the other end had no room for, and the rest of the first one.
+        # Pieces that the other end had no room for, and the rest of the first one.
         self._backlog: deque[memoryview] = deque()
         self._changed = threading.Condition()
         self._writer: threading.Thread | None = None
@@ -45,24 +45,33 @@ class Channel:
     def send(self, message: object) -> None:
         """Send without waiting; a message to an end that is gone is dropped."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        frame = memoryview(LENGTH.pack(len(data)) + data)
+        head = LENGTH.pack(len(data))
+        # Pictures are large: they are not copied once more.
+        pieces = [head, data] if len(data) > BUFFER else [head + data]
         with self._changed:
             if self._over:
                 return
-            if not self._backlog:
-                try:
-                    frame = frame[self._end.send(frame, socket.MSG_DONTWAIT) :]
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    return
-            if frame:
-                self._backlog.append(frame)
+            for piece in pieces:
+                if rest := self._at_once(memoryview(piece)):
+                    self._backlog.append(rest)
+            if self._backlog:
                 self._changed.notify()
                 if self._writer is None:
                     name = f"{self._name} out"
                     self._writer = threading.Thread(target=self._write, name=name, daemon=True)
                     self._writer.start()
+
+    def _at_once(self, piece: memoryview[int]) -> memoryview[int]:
+        """Send what the other end has room for, unless others wait, and return the rest; nothing
+        is left for an end that is gone."""
+        if self._backlog:
+            return piece
+        try:
+            return piece[self._end.send(piece, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            return piece
+        except OSError:
+            return piece[:0]
 
     def close(self) -> None:
         """End the connection for both sides."""

@@ -91,6 +91,15 @@ def test_a_model_that_generates_nothing_says_so():
     assert found["supported_parameters"] == []
 
 
+def test_a_model_that_sees_says_so_by_every_name():
+    card = shown(kind="text", input_modalities=("text", "image"))
+    assert card["type"] == "vlm"
+    assert card["input_modalities"] == ["text", "image"]
+    assert card["architecture"]["input_modalities"] == ["text", "image"]
+    assert card["architecture"]["modality"] == "text+image->text"
+    assert shown(kind="text")["type"] == "llm"
+
+
 def test_what_is_unknown_is_absent():
     status = ModelStatus("m", "loadable", "local", "f", "t", 0, 0)
     found = card(status, {}, 0).model_dump(mode="json", exclude_none=True)

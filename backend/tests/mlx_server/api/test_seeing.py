@@ -339,6 +339,9 @@ PLACES = [
         {"messages": [user({"type": "image_url", "image_url": "data:,"})]},
         "messages[0].content[0].image_url",
     ),
+    (CHAT, {"messages": [user(of_responses("RED"))]}, "messages[0].content[0]"),
+    (RESPONSES, {"input": [user(of_chat("RED"))]}, "input[0].content[0]"),
+    (MESSAGES, {"messages": [user(of_chat("RED"))]}, "messages[0].content[0]"),
     (
         RESPONSES,
         {"input": [user({"type": "input_image", "file_id": "file_1"})]},
@@ -522,17 +525,15 @@ async def test_a_model_that_sees_none_goes_on_from_kept_pictures_with_a_line(ser
         assert seen_by(pool)[0] == ("user", "RED", "What?")
 
 
-async def test_a_model_that_turns_out_to_see_none_refuses_by_name(serve: Any):
-    class Promising(ScriptedPool):
-        async def sees(self, model_id: str) -> bool:
-            return True
-
-    pool = Promising(ScriptedBackend(lambda _: says("x")))
+async def test_a_model_that_sees_none_reads_that_there_is_a_screenshot(serve: Any):
+    pool = seeing()
+    pool.seeing = False
     async with serve(pool=pool) as client:
-        answer = await client.post(CHAT, json={"messages": [user(of_chat("RED"))]})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "messages[0].content[0].image_url.url"
-    assert "takes text only" in answer.text
+        answer = await client.post(
+            RESPONSES, json={"input": [{"role": "user", "content": "a"}, SHOT]}
+        )
+    assert answer.status_code == 200, answer.text
+    assert seen_by(pool)[1][1].endswith('"image_url": "(an image)"}}')
 
 
 # -- hosts ----------------------------------------------------------------------------------------

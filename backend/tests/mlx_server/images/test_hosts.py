@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import AsyncIterator, Awaitable, Callable
+import shutil
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from pictures import picture
 
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.errors import InvalidParameter, RequestTooLarge, UnsupportedParameter
-from mlx_manager.mlx_server.images.hosts import Hosts, is_public
+from mlx_manager.mlx_server.images.hosts import Hosts, _tls, is_public
 
 PLACE = "messages[0].content[0].image_url.url"
 MOST = 10**6
@@ -28,7 +32,9 @@ def moved(to: str) -> bytes:
 
 
 @asynccontextmanager
-async def host(page: Page) -> AsyncIterator[tuple[int, list[str]]]:
+async def host(
+    page: Page, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[int, list[str]]]:
     """A host on this machine: its port, and the heads of the requests that it got."""
     heads: list[str] = []
 
@@ -40,7 +46,7 @@ async def host(page: Page) -> AsyncIterator[tuple[int, list[str]]]:
         writer.write(answer)
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
     try:
         yield server.sockets[0].getsockname()[1], heads
     finally:
@@ -258,6 +264,35 @@ async def test_broken_addresses_are_refused(url: str):
     with pytest.raises(InvalidParameter) as got:
         await hosts("*").fetch(url, MOST, PLACE)
     assert got.value.param == PLACE
+
+
+@pytest.fixture
+def tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ssl.SSLContext]:
+    """That of a host with a certificate for pics.example, which is trusted meanwhile."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("there is no openssl here")
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    command = [
+        *(openssl, "req", "-x509", "-nodes", "-newkey", "ec"),
+        *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-keyout", key, "-out", certificate),
+        *("-subj", "/CN=pics.example", "-addext", "subjectAltName=DNS:pics.example"),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    monkeypatch.setenv("SSL_CERT_FILE", certificate)
+    _tls.cache_clear()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+    yield context
+    _tls.cache_clear()
+
+
+async def test_a_host_must_prove_the_name_that_was_asked_for(tls: ssl.SSLContext):
+    async with host(lambda path: ok(DATA), tls) as (port, _):
+        found = hosts(f"*:{port}")
+        assert await found.fetch(f"https://pics.example:{port}/", MOST, PLACE) == DATA
+        with pytest.raises(InvalidParameter, match="can't be fetched"):
+            await found.fetch(f"https://other.example:{port}/", MOST, PLACE)
 
 
 @pytest.mark.parametrize("rule", ["a b", "https://example.com", "*.", "**", "a.*", "*example.com"])

@@ -14,7 +14,7 @@ from mlx_manager.mlx_server.errors import (
     RequestTooLarge,
     UnsupportedParameter,
 )
-from mlx_manager.mlx_server.images.sources import base64_source, decoded, url_source
+from mlx_manager.mlx_server.images.sources import PIECE, base64_source, decoded, url_source
 
 PLACE = "messages[2].content[1].image_url.url"
 DATA = picture()
@@ -51,6 +51,17 @@ def test_other_schemes_are_refused_with_their_place(url: str):
     with pytest.raises(UnsupportedParameter, match=re.escape(PLACE)) as got:
         url_source(url, PLACE)
     assert got.value.param == PLACE
+
+
+@given(st.integers(0, 9), st.booleans())
+def test_base64_in_pieces_is_the_whole(beyond: int, padded: bool):
+    data = bytes(range(256)) * 6200 + bytes(beyond)
+    text = in_base64(data)
+    assert len(text) > 2 * PIECE
+    source = base64_source(text if padded else text.rstrip("="), None, PLACE)
+    assert decoded(source, 2 * len(data))[0] == data
+    with pytest.raises(InvalidParameter, match="not valid base64"):
+        decoded(base64_source(f"{text[: PIECE - 2]}=={text[PIECE:]}", None, PLACE), 2 * len(data))
 
 
 @pytest.mark.parametrize(

@@ -97,12 +97,14 @@ def abilities(status: ModelStatus) -> dict[str, Any]:
     """
     generates = status.kind == "text"
     context = status.context_length or None
+    sees = "image" in status.input_modalities
+    kinds = {"text": "vlm" if sees else "llm", "embedding": "embeddings"}
     outputs = {"text": ["text"], "embedding": ["embeddings"], "reranker": ["scores"]}
     reads = list(status.input_modalities)
     output = outputs.get(status.kind or "", ["text"])
     parameters = [*SAMPLED, *(THINKING if status.thinks else ())] if generates else []
     return {
-        "type": {"text": "llm", "embedding": "embeddings"}.get(status.kind or ""),
+        "type": kinds.get(status.kind or ""),
         "max_context_length": context,
         "loaded_context_length": context if status.state == "loaded" else None,
         "input_modalities": reads,

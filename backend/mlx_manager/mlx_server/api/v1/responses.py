@@ -65,8 +65,7 @@ async def create_response(request: Request) -> Response:
     server = server_of(request)
     body = await read(request, ResponsesRequest, server.settings.api)
     model = server.pool.resolve(body.model)
-    kept, said = await _conversation(request, body)
-    history = responses.kept_items(kept)
+    kept, history, said = await _conversation(request, body)
     added = responses.added_tools([*history, *said])
     head = responses.ResponseHead(model, body, partial(server.pool.sampling, model), added)
     stream = responses.ResponseStream(head)
@@ -154,8 +153,8 @@ async def count_input_tokens(request: Request, response: Response) -> InputToken
     body = await read(request, InputTokensRequest, server.settings.api)
     response.headers.update(notes(body))
     model = server.pool.resolve(body.model)
-    kept, said = await _conversation(request, body)
-    asked = responses.counted(model, body, responses.kept_items(kept), said)
+    _, history, said = await _conversation(request, body)
+    asked = responses.counted(model, body, history, said)
     inference = server.inference(request, body)
     async with UntilHangup(request.receive):
         return InputTokens(input_tokens=await inference.count(_fitting(asked, body)))
@@ -171,8 +170,7 @@ async def compact_response(request: Request) -> Response:
     server = server_of(request)
     body = await read(request, CompactRequest, server.settings.api)
     model = server.pool.resolve(body.model)
-    kept, said = await _conversation(request, body)
-    history = responses.kept_items(kept)
+    _, history, said = await _conversation(request, body)
     asked = responses.compacted(model, body, history, said)
     inference = server.inference(request, body)
     async with UntilHangup(request.receive):
@@ -191,9 +189,9 @@ def _latest(request: Request) -> LatestResponse:
 
 async def _conversation(
     request: Request, body: InputTokensRequest
-) -> tuple[list[JsonItem], list[Item]]:
-    """The items before a request, as they are kept, and its own, with what it refers to in its
-    place.
+) -> tuple[list[JsonItem], list[Item], list[Item]]:
+    """The items before a request, as they are kept and as its model reads them; and its own, with
+    what it refers to in its place.
 
     Raises:
         ResponseNotFound: what it goes on from is not there.
@@ -211,17 +209,18 @@ async def _conversation(
     else:
         kept = await server.responses.history(earlier, owner)
     found = await server.responses.items(wanted, owner) if wanted else {}
-    if not await sees(server, body.model):
-        kept = without_images(kept, limits.images_as_text)
+    read = kept
+    if (kept or found) and not await sees(server, body.model):
+        read = without_images(kept, limits.images_as_text)
         shown = without_images(list(found.values()), limits.images_as_text)
         found = dict(zip(found, shown, strict=True))
     said = responses.input_items(body, found)
     if earlier is not None or wanted:
-        every = [*kept, *(item.model_dump() for item in said)]
+        every = [*read, *(item.model_dump() for item in said)]
         beside = "previous_response_id" if earlier is not None else ""
         check_pieces("input", every, earlier=beside)
         check_images(list(places_in(every, "input")), limits, beside)
-    return kept, said
+    return kept, responses.kept_items(read), said
 
 
 def included(
