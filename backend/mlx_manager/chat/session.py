@@ -57,6 +57,8 @@ class Chat:
             "/help lists the commands, Ctrl-D leaves[/]",
             highlight=False,
         )
+        if self.images:
+            self._say(self._attached())
         while True:
             self.console.print()
             try:
@@ -86,6 +88,8 @@ class Chat:
         except (ServerRefused, ServerUnreachable) as error:
             self.conversation.take_back()
             self._warn(str(error))
+            if images and images is self.images:
+                self._say(f"{self._attached()}; /image none takes them back.")
             return
         except KeyboardInterrupt:
             # Pressed once more, while what had come was still being drawn.
@@ -175,8 +179,11 @@ class Chat:
                 self._warn(str(error))
                 return
             self.images += more
+        self._say(self._attached())
+
+    def _attached(self) -> str:
         names = ", ".join(str(image.path) for image in self.images)
-        self._say(f"With the next question: {names}" if names else "No pictures.")
+        return f"With the next question: {names}" if names else "No pictures."
 
     def _retry(self) -> None:
         question = self.conversation.take_back()

@@ -104,6 +104,17 @@ def test_pictures_can_be_looked_at_and_taken_back(
     assert other.bodies[-1]["messages"][0]["content"] == "Hello?"
 
 
+def test_pictures_stay_for_the_next_question_where_one_fails(
+    session: Session, other: OtherServer, folder: Path
+) -> None:
+    session.type("/image red.png")
+    other.status = 400
+    assert "/image none takes them back" in session.type("What?")
+    other.status = 200
+    session.type("What?")
+    assert content(other.bodies[-1]["messages"][0]["content"]) == [RED, "What?"]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

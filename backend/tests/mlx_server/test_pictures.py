@@ -298,6 +298,12 @@ def test_a_picture_comes_over_a_websocket(client: httpx.Client, server: LiveServ
         assert text_of("responses", first) == text_of("responses", post(client, path, body))
         more = ask(socket, store=False, previous_response_id=first["id"], input="And?")
         assert more["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+        # A turn of a model that sees none takes nothing from the conversation.
+        going_on = {"store": False, "input": "And?"}
+        unseen = ask(socket, **going_on, previous_response_id=more["id"], model="blind")
+        again = ask(socket, **going_on, previous_response_id=unseen["id"])
+        found = again["usage"]["input_tokens_details"]["cached_tokens"]
+        assert found > first["usage"]["input_tokens"] - 17, "the picture is not where it was"
 
 
 def test_pictures_and_texts_are_answered_side_by_side_as_alone(server: LiveServer):

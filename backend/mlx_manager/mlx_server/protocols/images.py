@@ -28,7 +28,16 @@ _KINDS = frozenset({"image", "image_url", "input_image"})
 """Types of content parts that are pictures: Messages', chat's, Responses'."""
 _SCREENSHOT = "computer_screenshot"
 """Type of a picture in Responses' outputs. Models that see none read that there is one."""
-_RESULTS = frozenset({"tool_result", "function_call_output", "custom_tool_call_output"})
+_MESSAGES = frozenset(
+    {
+        *("", "message", "agent_message", "computer_call_output", "function_call_output"),
+        *("custom_tool_call_output", "local_shell_call_output", "apply_patch_call_output"),
+    }
+)
+"""Types of messages and items whose pictures are read; records of hosted tools are told as text."""
+_RESULT = "tool_result"
+_BLOCKS = frozenset({_RESULT, "document"})
+"""Types of content parts that have parts with pictures."""
 _ANSWERS = frozenset({"function_call", "custom_tool_call", "reasoning", "local_shell_call"})
 _DETAILS = ("auto", "low", "high", "original")
 
@@ -92,7 +101,7 @@ def places_in(said: Sequence[Any], name: str, *, beside: bool = False) -> Iterat
     """
     newest = _newest(said)
     for number, message in enumerate(said):
-        if isinstance(message, dict):
+        if isinstance(message, dict) and _kind(message) in _MESSAGES:
             own = number >= newest and message.get("role") == "user"
             path = f"{name}[{number}]"
             yield from _within(message, path, newest=own)
@@ -106,28 +115,33 @@ def _newest(said: Sequence[Any]) -> int:
         place
         for place, message in enumerate(said)
         if isinstance(message, dict)
-        and (message.get("role") == "assistant" or message.get("type") in _ANSWERS)
+        and (message.get("role") == "assistant" or _kind(message) in _ANSWERS)
     )
     return max(answers, default=-1) + 1
+
+
+def _kind(part: Mapping[str, Any]) -> str:
+    """Return the type of a part or an item, which may be anything; "" if it is no text."""
+    kind = part.get("type")
+    return kind if isinstance(kind, str) else ""
 
 
 def _within(message: dict[str, Any], path: str, *, newest: bool) -> Iterator[Place]:
     for name in ("content", "output", "source"):
         content = message.get(name)
         if isinstance(content, dict):
-            if content.get("type") == _SCREENSHOT:
+            if _kind(content) == _SCREENSHOT:
                 yield Place(message, name, f"{path}.{name}")
-            else:
+            elif name == "source":
                 yield from _within(content, f"{path}.{name}", newest=newest)
         for number, part in enumerate(content if isinstance(content, list) else ()):
             if not isinstance(part, dict):
                 continue
             place = f"{path}.{name}[{number}]"
-            if part.get("type") in _KINDS or part.get("type") == _SCREENSHOT:
+            if _kind(part) in _KINDS:
                 yield Place(content, number, place, newest)
-            else:
-                own = newest and part.get("type") not in _RESULTS
-                yield from _within(part, place, newest=own)
+            elif _kind(part) in _BLOCKS:
+                yield from _within(part, place, newest=newest and _kind(part) != _RESULT)
 
 
 def _has_images(holder: Mapping[str, Any], text: str) -> bool:
@@ -225,14 +239,14 @@ def _sources(place: Place) -> Iterator[Source]:
                 "with `url`.",
                 param=f"{path}.source",
             )
+        case {"file_id": str()}:
+            raise _elsewhere(f"{path}.file_id")
         case {"image_url": {"url": url} as given}:
             _check_detail(given, f"{path}.image_url")
             yield url_source(_text(url, f"{path}.image_url.url"), f"{path}.image_url.url")
         case {"image_url": str(url)}:
             _check_detail(part, path)
             yield url_source(url, f"{path}.image_url")
-        case {"file_id": str()}:
-            raise _elsewhere(f"{path}.file_id")
         case _:
             raise InvalidParameter(
                 f"`{path}.image_url` is required: a data URL, or an http(s) address.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -18,11 +19,12 @@ from scripted import MODEL, ScriptedBackend, ScriptedPool, says
 
 from mlx_manager.mlx_server.config import ImageLimits, MLXServerSettings
 from mlx_manager.mlx_server.core import Conversation, Image
-from mlx_manager.mlx_server.errors import UnsupportedParameter
+from mlx_manager.mlx_server.errors import InvalidRequest, UnsupportedParameter
 from mlx_manager.mlx_server.images.hosts import Hosts
 from mlx_manager.mlx_server.images.reader import ImageReader
 from mlx_manager.mlx_server.main import create_app
 from mlx_manager.mlx_server.observability import logs
+from mlx_manager.mlx_server.protocols.images import places, replace_images, sources
 from mlx_manager.mlx_server.services.inference import generate_chat_completion
 
 RED, BLUE = picture(), picture("JPEG", (5, 9), (0, 0, 255))
@@ -349,6 +351,11 @@ PLACES = [
     ),
     (
         RESPONSES,
+        {"input": [user(of_responses("RED", file_id="file_1"))]},
+        "input[0].content[0].file_id",
+    ),
+    (
+        RESPONSES,
         {"input": [user({"type": "input_image", "image_url": data_url(BROKEN)})]},
         "input[0].content[0].image_url",
     ),
@@ -433,6 +440,108 @@ async def test_each_protocol_names_the_place_of_a_wrong_picture(
     assert answer.status_code == 400, answer.text
     assert f"`{place}`" in answer.text
     assert not pool.backend.requests
+
+
+HOSTED = [
+    (
+        RESPONSES,
+        {
+            "input": [
+                {"role": "user", "content": "a"},
+                {"type": "mcp_call", "id": "m", "output": [of_responses("RED")], "name": "shot"},
+                {"type": "web_search_call", "content": [of_responses("RED")], "id": "w"},
+            ]
+        },
+    ),
+    (
+        MESSAGES,
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {
+                            "type": "mcp_tool_result",
+                            "tool_use_id": "c",
+                            "content": [of_messages("RED")],
+                        },
+                        text("b"),
+                    ],
+                },
+                {"role": "user", "content": "c"},
+            ]
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize("sees", [True, False])
+@pytest.mark.parametrize(("path", "body"), HOSTED)
+async def test_records_of_hosted_tools_stay_text(
+    serve: Any, path: str, body: dict[str, Any], sees: bool
+):
+    pool = seeing()
+    pool.seeing = sees
+    async with serve(pool=pool) as client:
+        answer = await client.post(path, json=body | few(path))
+    assert answer.status_code == 200, answer.text
+    prompt = pool.backend.requests[-1].prompt
+    assert isinstance(prompt, Conversation)
+    told = "".join(message.text for message in prompt.messages)
+    assert in_base64(RED)[:40] not in told
+    assert not any(message.images for message in prompt.messages)
+
+
+_SHAPES: list[Any] = [
+    *(
+        "user",
+        "assistant",
+        "image",
+        "image_url",
+        "input_image",
+        "tool_result",
+        "document",
+        "content",
+    ),
+    *("computer_call_output", "computer_screenshot", "base64", "file", "data:,", "http://a"),
+]
+ODD: list[Any] = [None, 5, "x", [], {}, [[]], {"type": []}, {"type": {}}, {"url": []}]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["messages", "input", "images", "prompt", "model"]),
+        st.recursive(
+            st.sampled_from([*ODD, *_SHAPES]),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(
+                        ["type", "role", "content", "output", "source", "images", "image_url"]
+                    ),
+                    inner,
+                    max_size=4,
+                )
+            ),
+            max_leaves=12,
+        ),
+    ),
+    st.booleans(),
+)
+def test_any_json_has_its_places(body: dict[str, Any], beside: bool):
+    """Or none: nothing but a refusal by name comes of it."""
+    for policy in ("history", "always"):
+        copied = copy.deepcopy(body)
+        replace_images(places(copied, beside=beside), policy)
+    found = places(body, beside=beside)
+    named: str | None = "input"
+    try:
+        sources(found)
+    except InvalidRequest as error:
+        named = error.param
+    assert named
 
 
 async def test_pictures_of_a_model_that_sees_are_counted(serve: Any):

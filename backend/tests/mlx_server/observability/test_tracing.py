@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pictures import data_url, in_base64, picture
 from scripted import MODEL, ScriptedBackend, ScriptedPool, says
 
 from mlx_manager.mlx_server.config import MLXServerSettings
@@ -274,3 +275,15 @@ def test_asking_for_logfire_without_having_it_is_a_clear_error(monkeypatch: pyte
 def test_nothing_of_logfire_is_needed_when_it_is_off(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "logfire", None)
     create_app(MLXServerSettings())
+
+
+async def test_no_span_has_a_picture():
+    app, pool, spans = traced(*says("Red."))
+    pool.seeing = True
+    image = {"type": "image_url", "image_url": {"url": data_url(picture())}}
+    answer = await post(app, HELLO | {"messages": [{"role": "user", "content": [image]}]})
+    assert answer.status_code == 200, answer.text
+    exported = repr(spans.exporter.exported_spans_as_dict())
+    assert f"chat {MODEL}" in exported
+    assert in_base64(picture())[24:64] not in exported
+    assert "IHDR" not in exported
