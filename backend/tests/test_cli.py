@@ -181,6 +181,7 @@ def test_doctor_is_content_with_this_machine() -> None:
         "blas",
         "kernels",
         "sampling",
+        "pictures",
         "disk",
         "port",
     } <= findings.keys()

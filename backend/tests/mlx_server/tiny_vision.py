@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -382,6 +382,24 @@ SEEING: dict[str, Seeing] = {
     ),
 }
 SEEING["idefics3"] = SEEING["smolvlm"]
+SEEING["internvl_chat"] = replace(
+    SEEING["internvl"],
+    config={
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "vision_config": {
+            "model_type": "intern_vit_6b",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "patch_size": 4,
+            "image_size": 32,
+        },
+        "downsample_ratio": 0.5,
+        "max_dynamic_patch": 4,
+    },
+    processor={"image_processor_type": "CLIPFeatureExtractor", "image_mean": [0.5] * 3},
+)
 """Kinds of models that see, by their `model_type`."""
 
 
@@ -415,7 +433,7 @@ def _files(kind: str, seed: int, dtype: mx.Dtype, overrides: str) -> dict[str, b
         alone = config["text_config"] if facts.language else config
         language = random_model(alone, seed=seed, dtype=dtype)
         weights = {
-            published_language(made, name): array
+            published_language(made, name): published_array(kind, name, array)
             for name, array in tree_flatten(language.parameters())
         }
         weights |= tower_tensors(made, path, config, seed=seed + 1, dtype=dtype)
@@ -431,6 +449,16 @@ def published_language(made: Seeing, name: str) -> str:
     return (
         made.language.removesuffix("model.") + rest if "language_model.m" in made.language else rest
     )
+
+
+def published_array(kind: str, name: str, array: mx.array) -> mx.array:
+    """A language model's tensor as transformers has it: channels before a convolution's kernel,
+    and the norms of Qwen 3.5 around 0."""
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
+        return mx.contiguous(mx.moveaxis(array, 2, 1))
+    if kind == "qwen3_5" and name.endswith("norm.weight") and "linear_attn" not in name:
+        return array - 1
+    return array
 
 
 def tower_tensors(

@@ -89,7 +89,6 @@ class Sequence:
         self.images = images
         self.shift = 0 if images is None else images.shift
         self.runs = () if images is None else images.runs
-        self.windowed = images is not None and images.windowed
         self.features: dict[str, Features] = {}
         self.ready = sys.maxsize
         self.prompt_length = len(prompt)
@@ -165,7 +164,8 @@ class Sequence:
             return Span(self.table, self.computed, queries)
         start = self.computed - queries
         within = tuple(run for run in self.runs if run[0] < self.computed and start < run[1])
-        return Span(self.table, self.computed, queries, within, self.windowed)
+        windowed = self.images is not None and self.images.windowed
+        return Span(self.table, self.computed, queries, within, windowed)
 
     def append(self, token: int) -> None:
         """Append a token that was drawn, and set `outcome` if it ends the row."""

@@ -143,3 +143,28 @@ def test_a_missing_library_is_named_with_the_way_to_install_it(
         missing_libraries.cache_clear()
     assert f"{name} is not installed" in line
     assert "pip install 'mlx-manager-server[vision]'" in line
+
+
+def test_an_older_config_has_the_language_models_settings_beside_the_encoders(
+    tmp_path: Path,
+) -> None:
+    folder = make_seeing_model(tmp_path, "qwen2_5_vl")
+    expected = loaded_from(folder).vision
+
+    def flatten(config: dict[str, Any]) -> None:
+        text = config.pop("text_config")
+        config.update({**text, "model_type": config["model_type"]})
+
+    edit(folder, flatten)
+    assert input_modalities(config_of(folder), folder) == ("text", "image")
+    found = loaded_from(folder).vision
+    assert expected is not None
+    assert found is not None
+    assert found.mrope == expected.mrope is not None
+
+
+def test_a_text_model_under_another_name_is_found(tmp_path: Path) -> None:
+    folder = make_seeing_model(tmp_path, "internvl_chat")
+    edit(folder, lambda config: config.update(llm_config=config.pop("text_config")))
+    assert input_modalities(config_of(folder), folder) == ("text", "image")
+    assert loaded_from(folder).vision is not None

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_config
 from mlx_vlm.utils import load_model
@@ -167,3 +168,40 @@ def tower_in(folder: Path) -> VisionTower:
     vision = loaded_from(folder).vision
     assert vision is not None
     return vision.tower
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+@pytest.mark.parametrize("kind", INPUTS)
+def test_checkpoints_that_mlx_vlm_has_written_are_read_as_well(
+    kind: str, bits: int, tmp_path: Path
+) -> None:
+    folder = make_seeing_model(tmp_path, kind)
+    before = loaded_from(folder)
+    assert before.vision is not None
+    expected, image = seen(before.vision.tower, picture(64, 48))[0].rows, picture(64, 48)
+    prompt = mx.array([[1, 2, 3]])
+    logits = before.model(prompt)
+    whole = load_model(folder)
+    config = load_config(folder)
+    if bits:
+        finer = {
+            name: {"group_size": 32, "bits": 6}
+            for name, module in whole.named_modules()
+            if "fc1" in name and is_divisible(module)
+        }
+        nn.quantize(
+            whole, 32, bits, class_predicate=lambda name, m: finer.get(name, is_divisible(m))
+        )
+        config["quantization"] = {"group_size": 32, "bits": bits, **finer}
+    weights = dict(tree_flatten(whole.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config))
+    after = loaded_from(folder)
+    assert after.vision is not None
+    tolerance = 0.4 if bits else 1e-5
+    assert mx.allclose(seen(after.vision.tower, image)[0].rows, expected, atol=tolerance)
+    assert mx.allclose(after.model(prompt), logits, atol=3 * tolerance)
+
+
+def is_divisible(module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0

@@ -24,7 +24,7 @@ Placed = Callable[[Conversation, Changes], Sequence[Message]]
 
 NOTHING: Changes = frozenset()
 _CHANGES: Sequence[Change] = (
-    *("apart", "alternating", "gathered", "completed", "the user's", "pictures"),
+    *("apart", "alternating", "gathered", "completed", "pictures", "the user's"),
 )
 ALL: Changes = frozenset(_CHANGES)
 _TOGETHER = 2

@@ -42,12 +42,13 @@ class Literals:
             word for word in words if tokenizer is None or token_id(tokenizer, word) is not None
         ]
         longest_first = sorted(known, key=len, reverse=True)
-        self._pattern = regex.compile("|".join(map(regex.escape, longest_first)) or r"(?!)")
+        self._known = bool(known)
+        self._pattern = regex.compile("|".join(map(regex.escape, longest_first)))
 
     def cut(self, *inputs: Any) -> tuple[str, tuple[Any, ...]]:
         """Return a word and the inputs of a template with the word inside every token that their
         texts spell. The word is "", and the inputs are the same, where they spell none."""
-        if not any(self._pattern.search(text) for text in texts_of(inputs)):
+        if not self._known or not any(map(self._pattern.search, texts_of(inputs))):
             return "", inputs
         word = unused("cut", inputs)
 

@@ -45,8 +45,13 @@ def with_whole_text(config: Mapping[str, Any]) -> dict[str, Any]:
     defaults: Mapping[str, Any] = {}
     if kind in CONFIG_MAPPING:
         defaults = CONFIG_MAPPING[kind](**text).to_dict()
+
+    def own(path: str) -> str:
+        is_layer = "." in path and not path.startswith(facts.tensors)
+        return renamed(path) if is_layer else path
+
     changed = {
-        name: {renamed(path) if "." in path else path: value for path, value in found.items()}
+        name: {own(path): value for path, value in found.items()}
         for name in QUANTISATIONS
         if isinstance(found := config.get(name), Mapping)
     }

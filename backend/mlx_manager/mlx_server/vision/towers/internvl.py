@@ -98,7 +98,8 @@ class ChatModule(nn.Module):  # type: ignore[misc]
 
     def encoded(self, pixels: mx.array) -> mx.array:
         """Return the patches of each tile, the whole's own first."""
-        found: mx.array = self.vision_model(pixels)[0]
+        # It returns nothing without them.
+        found: mx.array = self.vision_model(pixels, output_hidden_states=True)[0]
         return found
 
     def projected(self, squares: mx.array) -> mx.array:

@@ -77,7 +77,8 @@ class Tower(VisionTower):
         )
         self._patch = self._processor.encoder_patch_size
         self._factor = self._processor.downsample_factor
-        self._marks = checkpoint.more.get("use_image_special_tokens", True)
+        marks = config.get("use_image_special_tokens", True)
+        self._marks = checkpoint.more.get("use_image_special_tokens", marks)
 
     def layout(self, image: core.Image) -> Layout:
         settings = self._processor
