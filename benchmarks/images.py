@@ -4,12 +4,13 @@ our server against another one.
 `--model` is the folder of a model that sees. First: eight text streams run, and a picture arrives.
 How long are the streams' gaps until its first token, against those before? Then: how long until the
 first token of a question about a new picture, and of another question about the same one? Last,
-with `--other URL` (repeatable; mlx-vlm's server, say, with the same model, on the same machine): so
-many streams start together, each about a picture of its own that no cache has seen.
+with `--other URL` (repeatable; `mlx_vlm_server.py` starts mlx-vlm's): so many streams start
+together, each about a picture of its own that no cache has seen.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
 import statistics
@@ -85,8 +86,8 @@ def gaps(streams: Sequence[Answer], begin: float, end: float) -> tuple[list[floa
 
 
 def arrival(server: Server, side: int, tokens: int, after: float, number: int) -> list[float]:
-    """Seconds: the streams' median gap before a picture arrives, the 99th percentile and the
-    largest of those until its first token, and the time to that."""
+    """Seconds: median and 99th percentile of the streams' gaps before a picture arrives, 99th
+    percentile and largest of those until its first token, and the time to that."""
     base = 1000 * (number + 2)
     requests = [asked(server, read(SHORT, base + i), tokens) for i in range(BESIDE)]
     requests.append(asked(server, seen(drawing(side, base), QUESTIONS[0]), 4, after))
@@ -97,7 +98,8 @@ def arrival(server: Server, side: int, tokens: int, after: float, number: int) -
     if not idle or not meanwhile:
         refuse("the picture came before all streams ran: a longer --after is needed")
     first = newcomer.first - newcomer.started
-    return [statistics.median(idle), percentile(meanwhile, 0.99), max(meanwhile), first]
+    worst = [percentile(values, 0.99) for values in (idle, meanwhile)]
+    return [statistics.median(idle), *worst, max(meanwhile), first]
 
 
 def questions(server: Server, side: int, number: int) -> list[float]:
@@ -142,6 +144,36 @@ def compare(servers: Sequence[Server], side: int, tokens: int, rounds: int) -> l
     return lines
 
 
+def report_arrival(server: Server, chosen: argparse.Namespace) -> None:
+    ask = partial(arrival, server, chosen.side, chosen.tokens, chosen.after)
+    rounds = interleave({"ours": ask}, chosen.rounds)["ours"]
+    idle, usual, worst, largest, first = zip(*rounds, strict=True)
+    print_report(
+        f"{BESIDE} text streams, a picture of {chosen.side} x {chosen.side} arrives: "
+        f"{chosen.model}",
+        [
+            *("", "idle gap, ms", "p99 ÷ idle gap, nobody comes", "until its first token"),
+            *("largest, ms", "its first token, ms"),
+        ],
+        [
+            [
+                *("ours", milliseconds(idle), str(ratio(usual, idle)), str(ratio(worst, idle))),
+                *(milliseconds(largest), milliseconds(first)),
+            ]
+        ],
+    )
+
+
+def report_questions(server: Server, chosen: argparse.Namespace) -> None:
+    ask = partial(questions, server, chosen.side)
+    new, again = zip(*interleave({"ours": ask}, chosen.rounds)["ours"], strict=True)
+    print_report(
+        f"Two questions about a picture of {chosen.side} x {chosen.side}: {chosen.model}",
+        ["", "first token of the first, ms", "of the second, ms", "ratio"],
+        [["ours", milliseconds(new), milliseconds(again), str(ratio(again, new))]],
+    )
+
+
 def main() -> None:
     arguments = parser(__doc__, rounds=5, model="mlx-manager/demo")
     arguments.add_argument("--side", type=int, default=1024, help="pixels of a picture's side")
@@ -149,38 +181,20 @@ def main() -> None:
     arguments.add_argument("--answer", type=int, default=64, help="generated about a picture")
     arguments.add_argument("--after", type=float, default=2.0, help="seconds until it arrives")
     arguments.add_argument("--other", action="append", default=[], help="a server's .../v1")
+    arguments.add_argument("--only-others", action="store_true", help="only the last of the three")
     chosen = arguments.parse_args()
     with ExitStack() as stack:
         server = stack.enter_context(our_server(Path(chosen.model)))
-        rounds, side = chosen.rounds, chosen.side
-        waits = interleave(
-            {"ours": lambda n: arrival(server, side, chosen.tokens, chosen.after, n)}, rounds
-        )["ours"]
-        idle, worst, largest, first = zip(*waits, strict=True)
-        print_report(
-            f"{BESIDE} text streams, a picture of {side} x {side} arrives: {chosen.model}",
-            ["", "idle gap, ms", "p99 gap, ms", "p99 ÷ idle", "largest, ms", "its first token, ms"],
-            [
-                [
-                    "ours",
-                    *(milliseconds(idle), milliseconds(worst), str(ratio(worst, idle))),
-                    *(milliseconds(largest), milliseconds(first)),
-                ]
-            ],
-        )
-        asks = interleave({"ours": lambda n: questions(server, side, n)}, rounds)["ours"]
-        new, again = zip(*asks, strict=True)
-        print_report(
-            f"Two questions about a picture of {side} x {side}: {chosen.model}",
-            ["", "first token of the first, ms", "of the second, ms", "ratio"],
-            [["ours", milliseconds(new), milliseconds(again), str(ratio(again, new))]],
-        )
+        if not chosen.only_others:
+            report_arrival(server, chosen)
+            report_questions(server, chosen)
         servers = [server, *(Server(u, u.rstrip("/"), first_model(u)) for u in chosen.other)]
         if len(servers) > 1:
             print_report(
-                f"A picture of {side} x {side} each: {chosen.model}, {chosen.answer} tokens",
+                f"A picture of {chosen.side} x {chosen.side} each: {chosen.model}, "
+                f"{chosen.answer} tokens",
                 ["load", "peer", "its tok/s", "ours", "ratio", "its first token, ms", "ours", "÷"],
-                compare(servers, side, chosen.answer, rounds),
+                compare(servers, chosen.side, chosen.answer, chosen.rounds),
             )
 
 

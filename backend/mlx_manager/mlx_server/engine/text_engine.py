@@ -199,7 +199,7 @@ class TextEngine:
             self._clock.wait(lambda: pictures.advance(None))
             return
         # Slices are timed by themselves.
-        seconds = self._budget.pace.slack(step.load)
+        seconds = self._budget.pace.slack(step.load, pictures.waiting)
         self._clock.wait(lambda: mx.eval(step.host_tokens.sent))
         self._clock.wait(lambda: pictures.advance(seconds))
         self._clock.disturb()

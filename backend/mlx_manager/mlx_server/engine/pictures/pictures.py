@@ -40,6 +40,11 @@ class Pictures:
         return bool(self._jobs)
 
     @property
+    def waiting(self) -> int:
+        """Number of the rows that wait for the tower."""
+        return self._jobs.waiting
+
+    @property
     def awaited(self) -> bool:
         """True while rows wait for the tower, and it for pixels, whose coming wakes the thread."""
         return self._wakes and bool(self._jobs) and self._jobs.waits_for_host

@@ -82,6 +82,11 @@ class TowerJobs:
         return bool(self._jobs)
 
     @property
+    def waiting(self) -> int:
+        """Number of the rows that wait for any job."""
+        return len({key for job in self._jobs.values() for key in job.rows})
+
+    @property
     def waits_for_host(self) -> bool:
         """True while no job can go on before some pixels have come."""
         return all(job.waits_for_host for job in self._jobs.values())

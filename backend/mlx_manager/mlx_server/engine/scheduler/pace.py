@@ -133,10 +133,14 @@ class Pace:
             return None
         return self._prompts.of(_of_prompts(Load().with_chunk(0, tokens))) <= SHORT
 
-    def slack(self, load: Load) -> float:
+    def slack(self, load: Load, waiting: int) -> float:
         """Return the seconds of other work beside a step of this load that leave running streams
-        their pace, or, where there are none, delay whoever comes by no more than a step may."""
-        if not load.rows:
+        their pace. Where fewer run than wait for that work, they give way; whoever comes is then
+        delayed by no more than by a step.
+
+        waiting: rows that wait for the other work.
+        """
+        if waiting > load.rows:
             return LONG
         slack = (STRETCH - 1) * self._alone_time(load)
         return slack * BESIDE_PROMPTS if load.tokens else slack
