@@ -56,7 +56,7 @@ class Seeing:
     def __init__(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         self.eyes = Eyes(config)
-        tower = _load(folder / "vision.safetensors")
+        tower = _load(folder / "model-vision.safetensors")
         tower = {name.removeprefix("model."): array for name, array in tower.items()}
         self.eyes.load_weights(list(self.eyes.vision_model.sanitize(tower).items()))
         self.language = Model(ModelArgs.from_dict({"model_type": "llama", **config["text_config"]}))

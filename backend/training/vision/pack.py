@@ -2,7 +2,7 @@
 
     cd backend && python -m training.vision.pack RUN [--model FOLDER]
 
-RUN is a folder that train.py wrote. `vision.safetensors` is written in bfloat16, config.json gets
+RUN is a folder that train.py wrote. `model-vision.safetensors` is written in bfloat16, config.json gets
 the tower's shape, the tokenizer the name of the token that stands for a row of a picture.
 `model.safetensors` gets Idefics3's names, and RUN's tuned language model where it has one.
 """
@@ -107,13 +107,16 @@ def main() -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         path = args.model / name
         path.write_text(path.read_text().replace(WAS, PLACEHOLDER))
-    metadata = {"format": "mlx"}
-    mx.save_safetensors(str(args.model / "vision.safetensors"), weights_of(args.run), metadata)
     tuned = args.run / "language.safetensors"
     language = language_of(tuned if tuned.is_file() else args.model / "model.safetensors")
-    mx.save_safetensors(str(args.model / "model.safetensors"), language, metadata)
-    size = (args.model / "vision.safetensors").stat().st_size
-    print(f"vision.safetensors: {size / 1e6:.2f} MB")
+    parts = {"model.safetensors": language, "model-vision.safetensors": weights_of(args.run)}
+    for name, weights in parts.items():
+        mx.save_safetensors(str(args.model / name), weights, {"format": "mlx"})
+        print(f"{name}: {(args.model / name).stat().st_size / 1e6:.2f} MB")
+    total = sum(array.nbytes for weights in parts.values() for array in weights.values())
+    placed = {tensor: name for name, weights in parts.items() for tensor in sorted(weights)}
+    index = {"metadata": {"total_size": total}, "weight_map": placed}
+    write_json(args.model / "model.safetensors.index.json", index)
 
 
 if __name__ == "__main__":
