@@ -2,8 +2,8 @@
 
     cd backend && python -m training.vision.pack RUN [--model FOLDER]
 
-RUN is a folder that train.py wrote. `model-vision.safetensors` is written in bfloat16, config.json gets
-the tower's shape, the tokenizer the name of the token that stands for a row of a picture.
+RUN is a folder that train.py wrote. `model-vision.safetensors` is written in bfloat16, config.json
+gets the tower's shape, the tokenizer the name of the token that stands for a row of a picture.
 `model.safetensors` gets Idefics3's names, and RUN's tuned language model where it has one.
 """
 
