@@ -174,9 +174,9 @@ class TextEngine:
 
     @property
     def _rests(self) -> bool:
-        """Return whether nothing can be done before other threads have read a picture."""
-        awaited = self._resting and self._pictures is not None and self._pictures.awaited
-        return awaited and not self._scheduler.queues.waiting
+        """Return whether to sleep until a picture's pixels have come. Rows that wait for something
+        else are looked at again then, which is soon."""
+        return self._resting and self._pictures is not None and self._pictures.awaited
 
     def step(self) -> None:
         """Queue the next step, and read, parse and deliver the last one's tokens."""

@@ -106,7 +106,7 @@ class Insertion:
 
     def __init__(self, shown: Shown) -> None:
         self.levels = len(shown.features.levels)
-        self._places = send(shown.places)
+        self._places = send(shown.places.astype(np.int32))
         self._features = shown.features
 
     def into(self, embeddings: mx.array, scale: float | None = None) -> mx.array:

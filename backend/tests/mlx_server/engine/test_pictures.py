@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from engine.rig import Row, alone, prompt
-from engine.seeing_rig import STAGES, SeeingRig, ThreadedSeeingRig
+from engine.seeing_rig import STAGES, SeeingRig, ThreadedSeeingRig, picture
 from seeing import FAMILIES, Scene, Seeing, reference_logits, scene
 
 from mlx_manager.mlx_server.core import Finished
@@ -146,6 +146,19 @@ async def test_rows_that_wait_for_one_picture_have_one_job(tmp_path: Path) -> No
             assert row.tokens == drawn(QWEN, QWEN.model(), of_numbers(rig, of, (1, 2)), 4)
 
 
+async def test_a_picture_that_is_shown_twice_is_read_once(tmp_path: Path) -> None:
+    grids = ((3, 4), (3, 4))
+    async with SeeingRig(QWEN, tmp_path, prefill_chunk=16) as rig:
+        of = scene(QWEN, grids=grids, after=0)
+        row = rig.look(of, grids, (1, 1))
+        rig.run()
+        assert rig.tower.begun == ["1"]
+        images = [p.image for p in row.sequence.images.pictures]
+        now = replace(of, features=[rig.tower.features(image) for image in images])
+        assert row.tokens == drawn(QWEN, QWEN.model(), now, 4)
+        assert rig.engine._pictures.cache.spare == rig.engine._pictures.cache.nbytes > 0
+
+
 async def test_the_text_before_a_picture_is_computed_while_the_tower_works(tmp_path: Path) -> None:
     async with SeeingRig(QWEN, tmp_path, prefill_chunk=16) as rig:
         of = scene(QWEN, grids=GRIDS, before=40)
@@ -208,6 +221,25 @@ async def test_a_tower_that_fails_fails_its_rows_alone(
         assert text.tokens == alone(QWEN.model(), prompt(20), 40, text.tokens)
         assert sound.tokens == drawn(QWEN, QWEN.model(), of_numbers(rig, of, (3, 2)), 4)
         assert rig.engine.stats().pages_held == 0
+
+
+async def test_a_picture_that_fails_does_no_harm_to_one_that_was_read_before(
+    tmp_path: Path,
+) -> None:
+    async with SeeingRig(QWEN, tmp_path) as rig:
+        rig.tower.broken["2"] = RuntimeError("no kernel")
+        rig.submit(prompt(20), 40)
+        rig.step(3)
+        grids = ((3, 4),)
+        first = scene(QWEN, grids=grids, seed=1)
+        rows = [rig.look(first, grids, (1,)), rig.look(scene(QWEN, grids=grids), grids, (2,))]
+        rig.run()
+        now = replace(
+            first, features=[rig.tower.features(picture(1, *first.places, grids[0]).image)]
+        )
+        assert rows[0].tokens == drawn(QWEN, QWEN.model(), now, 4)
+        with pytest.raises(GenerationFailed, match="picture"):
+            await finished(rows[1])
 
 
 async def test_a_job_ends_with_the_last_row_that_wants_it(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ runs beside them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from devices.portable import Portable, Replayed, Traceable, TraceableWriter, plainly
+from engine.rig import prompt
 from mlx import nn
 from seeing import BASE, FAMILIES, Scene, Seeing, reference_logits, scene
 
@@ -100,7 +102,7 @@ def logits_of(
 ) -> tuple[mx.array, list[mx.array]]:
     """Logits of the scene, its prompt cut at `cuts`, and those of `text`, whose row decodes in the
     same steps."""
-    pages = 16
+    pages = 48
     for store in forward.stores:
         store.resize(2 * pages)
     tables = [PageTable(range(pages)), PageTable(range(pages, 2 * pages))]
@@ -191,6 +193,39 @@ def test_axes_of_pairs_are_those_of_transformers() -> None:
     assert blocks.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
     interleaved = MRope((4, 2, 2), interleaved=True).axes(8)
     assert interleaved.tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
+
+
+def wide(family: Seeing) -> Seeing:
+    """The family with heads of a size that kernels are made for."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 3}
+    own = family.config.get("text_config", family.config) | sizes
+    mrope = family.mrope
+    if mrope is not None:
+        sections = (12, 10, 10) if mrope.interleaved else (8, 12, 12)
+        mrope = MRope(sections, mrope.interleaved)
+        own |= {"rope_scaling": own["rope_scaling"] | {"mrope_section": list(sections)}}
+    config = family.config | {"text_config": own} if "text_config" in family.config else own
+    return replace(family, config=config, mrope=mrope)
+
+
+@pytest.mark.skipif(
+    mx.default_device().type != mx.gpu or mx.metal.is_available(), reason="needs an NVIDIA GPU"
+)
+@pytest.mark.parametrize("name", ["smolvlm", "qwen2_5_vl", "qwen3_vl"])
+def test_the_fused_decoder_of_a_card_shows_pictures(name: str) -> None:
+    family = wide(FAMILIES[name])
+    of = scene(family, grids=((16, 20), (9, 7)), following=20)
+    model = family.model(mx.bfloat16)
+    exact = family.model(mx.bfloat16)
+    exact.set_dtype(mx.float32)
+    expected = reference_logits(family, exact, of)
+    forward = choose(model, PAGE, vision=family)
+    assert forward.kind == "fused"
+    for cuts in ([], [100, 250, 330]):
+        got, _ = logits_of(forward, of, cuts, prompt(60))
+        close(got.astype(mx.float32), expected, within=5e-2)
+        for key in (0, 1):
+            forward.forget(key)
 
 
 GEMMA = Seeing(

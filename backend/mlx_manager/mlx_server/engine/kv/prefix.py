@@ -3,7 +3,8 @@
 A page's keys and values depend on every token before it, so a page is identified by the node of
 the page before it and its own tokens, as in vLLM's automatic prefix caching. Keys are compared
 whole, so two prefixes are never taken for one another, whatever their hashes. Node numbers are
-never reused: the children of a forgotten page can no longer be reached, and age out.
+never reused: the children of a forgotten page can no longer be reached, and age out. In a picture's
+places, negative numbers stand for its content (`Sequence.content`).
 
 Tokens are kept as bytes: as numbers they take four times the memory and twice the time to forget,
 and the garbage collector visits each page of them.

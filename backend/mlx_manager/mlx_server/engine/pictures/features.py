@@ -60,7 +60,8 @@ class FeatureCache:
 
     def reserve_working(self, nbytes: int) -> bool:
         """Return whether the ledger grants what the tower works on."""
-        granted = self.line.reserve(nbytes)
+        # A vain attempt, at each step, would cost others their caches.
+        granted = nbytes <= self.line.ledger.attainable() and self.line.reserve(nbytes)
         if granted:
             self.working += nbytes
         return granted

@@ -107,14 +107,16 @@ class Pictures:
 
     def advance(self, seconds: float | None) -> None:
         """Run slices of the tower; see `TowerJobs.advance`."""
-        for job, features in self._jobs.advance(seconds):
-            self.cache.put(job.digest, features)
-            for row in job.rows.values():
-                held = self.cache.hold(job.digest, row.key)
-                assert held is not None
-                row.features[job.digest] = held
-                _set_ready(row)
-            self.cache.trim()
+        completed = self._jobs.advance(seconds)
+        if completed is None:
+            return
+        job, features = completed
+        self.cache.put(job.digest, features)
+        for row in job.rows.values():
+            self.cache.hold(job.digest, row.key)
+            row.features[job.digest] = features
+            _set_ready(row)
+        self.cache.trim()
 
     def take_fault(self, error: Exception) -> tuple[list[Sequence], MLXManagerError] | None:
         """Return the rows that an error of the tower fails, and their failure; None if the error is

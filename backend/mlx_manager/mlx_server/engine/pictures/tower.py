@@ -142,9 +142,9 @@ class TowerJobs:
 
     # -- slices --------------------------------------------------------------------------------
 
-    def advance(self, seconds: float | None) -> list[tuple[Job, Features]]:
+    def advance(self, seconds: float | None) -> tuple[Job, Features] | None:
         """Run slices beside a step, for about so many seconds on average; None: there is no step.
-        Return the jobs that are done.
+        Return a job that they complete, with its features.
 
         Raises:
             OutOfMemory: there is no memory for what the tower works on, and no step that would free
@@ -154,20 +154,20 @@ class TowerJobs:
         alone = seconds is None
         self._credit += seconds or 0.0
         self._credit = 0.0 if alone else min(self._credit, max(seconds or 0.0, self._took))
-        done: list[tuple[Job, Features]] = []
         while alone or self._credit >= self._took:
             job = self._next(alone=alone)
             if job is None:
-                break
+                return None
             self.at_fault = job
             features = self._run(job, self._at_once(alone=alone))
             self.at_fault = None
             if features is not None:
-                done.append((job, features))
+                # The next job's error must not lose them.
                 self._end(job)
+                return job, features
             if alone:
-                break
-        return done
+                return None
+        return None
 
     def _at_once(self, *, alone: bool) -> int:
         """Return how many slices are queued at once: a GPU idles between them."""

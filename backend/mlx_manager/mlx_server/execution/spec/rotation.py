@@ -130,7 +130,7 @@ def by_axes(positions: mx.array, axes: mx.array | None) -> mx.array:
     if positions.ndim == 1:
         return positions[:, None]
     assert axes is not None
-    return positions.T[:, axes]
+    return positions[axes].T
 
 
 def is_known(rope: nn.Module) -> bool:
