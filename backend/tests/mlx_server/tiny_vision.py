@@ -267,7 +267,7 @@ SEEING: dict[str, Seeing] = {
     ),
     "gemma4": Seeing(
         config={
-            "text_config": TEXT
+            "text_config": {name: TEXT[name] for name in TEXT if name != "rope_theta"}
             | {
                 "model_type": "gemma4_text",
                 "tie_word_embeddings": True,
@@ -278,6 +278,15 @@ SEEING: dict[str, Seeing] = {
                 "hidden_size_per_layer_input": 0,
                 "num_kv_shared_layers": 0,
                 "use_bidirectional_attention": "vision",
+                "final_logit_softcapping": 30.0,
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "proportional",
+                        "rope_theta": 1e6,
+                        "partial_rotary_factor": 0.25,
+                    },
+                    "sliding_attention": ROPE,
+                },
             },
             "vision_config": {
                 "model_type": "gemma4_vision",
@@ -382,6 +391,31 @@ SEEING: dict[str, Seeing] = {
     ),
 }
 SEEING["idefics3"] = SEEING["smolvlm"]
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+
+
+def with_experts(kind: str) -> Seeing:
+    """A kind with experts, by the names that mlx-vlm gives its tensors."""
+    config = SEEING[kind].config
+    text = config["text_config"] | EXPERTS | {"model_type": f"{kind}_moe_text"}
+    return replace(
+        SEEING[kind],
+        config={**config, "text_config": text},
+        language="language_model.model.",
+        published=lambda name: f"vision_tower.{name}",
+    )
+
+
+SEEING["qwen3_vl_moe"] = with_experts("qwen3_vl")
+SEEING["qwen3_5_moe"] = with_experts("qwen3_5")
 SEEING["internvl_chat"] = replace(
     SEEING["internvl"],
     config={

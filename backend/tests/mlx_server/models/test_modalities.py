@@ -104,6 +104,21 @@ def test_a_tower_of_other_sizes_is_named(tmp_path: Path, caplog: pytest.LogCaptu
     assert "of the vision tower has the shape" in tell_why(folder, caplog)
 
 
+def test_a_tower_in_an_unknown_form_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As MLX reads a tensor of 8-bit floats, whose scales stand beside it."""
+    folder = make_seeing_model(tmp_path, "mistral3")
+    file = folder / "model.safetensors"
+    weights = mx.load(str(file))
+    assert isinstance(weights, dict)
+    name = "multi_modal_projector.linear_1.weight"
+    mx.save_safetensors(str(file), weights | {name: weights[name].astype(mx.uint8)})
+    assert "linear_1.weight of the vision tower is stored as mlx.core.uint8" in tell_why(
+        folder, caplog
+    )
+
+
 def test_an_unknown_activation_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_seeing_model(tmp_path, "mistral3")
     edit(folder, lambda config: config["vision_config"].update(hidden_act="relu"))

@@ -1,4 +1,4 @@
-"""Prompts, features and logits against transformers' own models, where torch is installed.
+"""Features and answers against transformers' own models, where torch is installed.
 
 The tiny folders are read by both. transformers resizes pictures by other code where torch is
 installed, so its models get the pixels of the processors that need none.
@@ -6,14 +6,23 @@ installed, so its models get the pixels of the processors that need none.
 
 from __future__ import annotations
 
+import base64
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+from live import live_server
 from tiny_vision import SEEING, loaded_from, make_seeing_model, picture, seen
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+
+KINDS = sorted(SEEING.keys() - {"smolvlm", "internvl_chat", "qwen3_vl_moe", "qwen3_5_moe"})
+"""Idefics 3 stands for SmolVLM. transformers reads neither InternVL's own checkpoints nor those of
+mlx-vlm, as which the ones with experts are written."""
 
 
 def model_of(folder: Path) -> Any:
@@ -49,7 +58,7 @@ def inputs_of(kind: str, pixels: Any) -> dict[str, Any]:
     return {"pixel_values": tiles}
 
 
-@pytest.mark.parametrize("kind", sorted(SEEING.keys() - {"smolvlm", "internvl_chat"}))
+@pytest.mark.parametrize("kind", KINDS)
 def test_features_are_transformers(kind: str, tmp_path: Path) -> None:
     folder = make_seeing_model(tmp_path, kind)
     loaded = loaded_from(folder)
@@ -67,3 +76,51 @@ def test_features_are_transformers(kind: str, tmp_path: Path) -> None:
     for level, others in zip(features.levels, levels, strict=True):
         expected = (torch.cat(others) if isinstance(others, tuple) else others).numpy()
         assert np.allclose(np.array(level), expected, atol=5e-5)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    models = tmp_path_factory.mktemp("models")
+    for kind in KINDS:
+        make_seeing_model(models / kind, kind)
+    log = tmp_path_factory.mktemp("log") / "errors"
+    command = (sys.executable, "-m", "mlx_manager.mlx_server.main")
+    with live_server(log, command, models_dir=models, open_access=True, weights="keep") as live:
+        yield live.url, models
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_token_is_as_likely_as_transformers_says(
+    kind: str, server: tuple[str, Path]
+) -> None:
+    url, models = server
+    image = picture(100, 60)
+    encoded = base64.b64encode(image.data).decode()
+    content = [
+        {"type": "text", "text": "word1 "},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}},
+        {"type": "text", "text": " what?"},
+    ]
+    body = {
+        "model": kind,
+        "messages": [{"role": "user", "content": content}],
+        **{"max_tokens": 1, "logprobs": True, "top_logprobs": 5},
+        **{"ignore_eos": True, "return_token_ids": True},
+    }
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).json()
+    tower = loaded_from(models / kind).vision
+    assert tower is not None
+    ids = torch.tensor([answer["prompt_token_ids"]])
+    types = (ids == tower.row).long()
+    more = {}
+    if kind.startswith("qwen") or kind == "gemma4":
+        more = {"mm_token_type_ids": types}
+    elif kind == "gemma3":
+        more = {"token_type_ids": types}
+    inputs = inputs_of(kind, tower.tower.pixels(image))
+    with torch.no_grad():
+        logits = model_of(models / kind)(input_ids=ids, **inputs, **more).logits[0, -1]
+    expected = torch.log_softmax(logits.float(), -1).topk(5).values.tolist()
+    [first] = answer["choices"][0]["logprobs"]["content"]
+    found = [token["logprob"] for token in first["top_logprobs"]]
+    assert found == pytest.approx(expected, abs=1e-4)

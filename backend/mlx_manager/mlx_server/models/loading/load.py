@@ -141,12 +141,13 @@ def load(
         folder = checked.folder
         doing("its modules are made")
         model, config = build(checked.plan)
-    check_steps(source.id, model, foresight.least_working(model, checked.context_length), ledger)
+    beside = tower_bytes(checked.plan)
+    working = foresight.least_working(model, checked.context_length)
+    check_steps(source.id, model, working + beside, ledger)
     with granted(source.id, checked.nbytes, ledger), explained(source.id):
         doing("its weights are read")
         if recipe.adapter is not None:
             model = adapted(model, recipe.adapter)
-        beside = tower_bytes(checked.plan)
         weights, nbytes = settle(
             model, source.id, limits, ledger, foresight, beside=beside, doing=doing
         )

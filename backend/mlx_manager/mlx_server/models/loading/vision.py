@@ -182,17 +182,33 @@ def fill(
         mode = quantisation.get("mode", "affine")
         nn.quantize(module, **whole, mode=mode, class_predicate=packed)
     wanted = dict(tree_flatten(module.parameters()))
+    check_tensors(wanted, tensors)
+    module.update(tree_unflatten([(name, tensors[name]) for name in wanted]))
+    module.eval()
+
+
+def check_tensors(wanted: Mapping[str, mx.array], tensors: Mapping[str, mx.array]) -> None:
+    """Check that a checkpoint has the tensors that a tower wants, by their names.
+
+    Raises:
+        ModelLoadFailed: some are missing, or have other shapes or a form that is not read here.
+    """
     missing = sorted(wanted.keys() - tensors.keys())
     if missing:
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
         raise ModelLoadFailed(
             f"its folder lacks {', '.join(missing[:MOST_NAMED])}{more} of the vision tower"
         )
-    odd = [name for name, array in wanted.items() if tensors[name].shape != array.shape]
-    if odd:
-        raise ModelLoadFailed(
-            f"{odd[0]} of the vision tower has the shape {tensors[odd[0]].shape}, and its "
-            f"config.json says {wanted[odd[0]].shape}"
-        )
-    module.update(tree_unflatten([(name, tensors[name]) for name in wanted]))
-    module.eval()
+    for name, array in wanted.items():
+        found = tensors[name]
+        if found.shape != array.shape:
+            raise ModelLoadFailed(
+                f"{name} of the vision tower has the shape {found.shape}, and its config.json says "
+                f"{array.shape}"
+            )
+        module, _, part = name.rpartition(".")
+        quantised = part == "scales" or f"{module}.scales" in wanted
+        if not quantised and not mx.issubdtype(found.dtype, mx.floating):
+            raise ModelLoadFailed(
+                f"{name} of the vision tower is stored as {found.dtype}, which is not read here"
+            )

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlx_manager.mlx_server import core
+from mlx_manager.mlx_server.devices import table as devices
 from mlx_manager.mlx_server.engine.images import Features, MRope
 from mlx_manager.mlx_server.errors import InvalidParameter
 from mlx_manager.mlx_server.vision.layout import Layout
+
+Pixels = np.ndarray[Any, np.dtype[np.float32]]
+PATCHES = 4096
+"""Patches of which a GPU's slice of work consists, where there are as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,17 @@ def expect_activation(checkpoint: Checkpoint, *known: str) -> None:
     found = checkpoint.encoder.get("hidden_act", known[0])
     if found not in known:
         raise ValueError(f"its vision encoder's activation is {found!r}, not {known[0]!r}")
+
+
+def in_parts(tiles: Pixels, patches: int) -> Iterator[Pixels]:
+    """Yield tiles of one size, (tiles, ...), in parts: a CPU's are one tile, so that a slice of
+    work is short, and a GPU's have about `PATCHES` patches.
+
+    patches: those of a tile.
+    """
+    many = devices.current().kind != "cpu"
+    size = max(1, PATCHES // patches) if many else 1
+    yield from (tiles[place : place + size] for place in range(0, len(tiles), size))
 
 
 class VisionTower(ABC):

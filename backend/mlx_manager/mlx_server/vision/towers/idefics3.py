@@ -17,7 +17,12 @@ from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.engine.images import Features
 from mlx_manager.mlx_server.vision.layout import Layout
 from mlx_manager.mlx_server.vision.pixels import rgb
-from mlx_manager.mlx_server.vision.towers.base import Checkpoint, VisionTower, expect_activation
+from mlx_manager.mlx_server.vision.towers.base import (
+    Checkpoint,
+    VisionTower,
+    expect_activation,
+    in_parts,
+)
 
 LARGEST_SIDE = 4096
 AROUND, GLOBAL = "<fake_token_around_image>", "<global-img>"
@@ -103,8 +108,8 @@ class Tower(VisionTower):
         return layers
 
     def parts(self, pixels: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
-        """Yield each tile: no tile sees another one."""
-        yield from (pixels[place : place + 1] for place in range(len(pixels)))
+        """Yield some tiles at a time: no tile sees another one."""
+        yield from in_parts(pixels, self._patches**2)
 
     def features(self, part: np.ndarray[Any, Any]) -> Features:
         model = self.module.vision_model

@@ -16,7 +16,12 @@ from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.engine.images import Features
 from mlx_manager.mlx_server.vision.layout import Layout
 from mlx_manager.mlx_server.vision.pixels import rgb
-from mlx_manager.mlx_server.vision.towers.base import Checkpoint, VisionTower, expect_activation
+from mlx_manager.mlx_server.vision.towers.base import (
+    Checkpoint,
+    VisionTower,
+    expect_activation,
+    in_parts,
+)
 
 BEGIN, END = "<img>", "</img>"
 CHAT = "internvl_chat"
@@ -124,7 +129,8 @@ class Tower(VisionTower):
         self.module = (ChatModule if chat else Module)(checkpoint)
         self._ratio = checkpoint.config["downsample_ratio"]
         side, patch = (one_of(checkpoint.encoder[name]) for name in ("image_size", "patch_size"))
-        self._rows = int((side // patch) ** 2 * self._ratio**2)
+        self._patches = (side // patch) ** 2
+        self._rows = int(self._patches * self._ratio**2)
         own = {} if chat else checkpoint.processor
         counts = {"min_patches": 1, "max_patches": checkpoint.config.get("max_dynamic_patch", 12)}
         size = {"height": side, "width": side}
@@ -157,8 +163,8 @@ class Tower(VisionTower):
         return self.module.layers
 
     def parts(self, pixels: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
-        """Yield each tile: no tile sees another one."""
-        yield from (pixels[place : place + 1] for place in range(len(pixels)))
+        """Yield some tiles at a time: no tile sees another one."""
+        yield from in_parts(pixels, self._patches)
 
     def features(self, part: np.ndarray[Any, Any]) -> Features:
         from mlx_vlm.models.base import pixel_shuffle
