@@ -161,8 +161,8 @@ class Call:
     @property
     def keys(self) -> tuple[str, str] | None:
         """Return the keys of the name and of the arguments; None if the call is no JSON object."""
-        name = re.search(r'"(\w+)": "$', last_text(self.head))
-        arguments = re.search(r'"(\w+)": $', last_text(self.middle))
+        name = re.search(r'"([^"\\]+)"\s*:\s*"$', last_text(self.head))
+        arguments = re.search(r'"([^"\\]+)"\s*:\s*$', last_text(self.middle))
         return (name[1], arguments[1]) if name and arguments else None
 
     @property

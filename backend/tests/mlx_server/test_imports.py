@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+from linux import needs_linux
+from live import live_server
 
 WITHOUT = """
 import asyncio, sys
@@ -35,3 +39,10 @@ def test_the_http_process_imports_neither_mlx_nor_what_reads_models():
     )
     assert ran.returncode == 0, ran.stderr
     assert "mlx-manager/demo" in ran.stdout
+
+
+@needs_linux("the files that a process has mapped")
+def test_the_process_that_serves_has_not_loaded_mlx(tmp_path: Path) -> None:
+    with live_server(tmp_path / "errors") as server:
+        mapped = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "libmlx" not in mapped

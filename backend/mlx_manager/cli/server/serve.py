@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import subprocess
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -47,10 +48,20 @@ def serve(*, plan: Plan = False, given: dict[str, Any]) -> None:
 
 
 def require_mlx() -> None:
-    """End the program with exit code 1, saying what to install, where MLX can't be imported."""
-    try:
-        importlib.import_module("mlx_manager.mlx_server.utils.memory")
-    except ImportError as error:
+    """End the program with exit code 1, saying what to install, where MLX can't be imported.
+
+    Tried in another process: the one that serves has no MLX.
+    """
+    tried = subprocess.run(
+        [sys.executable, "-P", "-c", "import mlx.core"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if tried.returncode:
         from mlx_manager.doctor import INSTALL_MLX
 
-        fail(f"MLX can't be imported: {error}. {INSTALL_MLX}")
+        said = tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"]
+        fail(f"MLX can't be imported: {said[-1]}. {INSTALL_MLX}")

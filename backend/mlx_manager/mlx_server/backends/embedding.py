@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_manager.mlx_server.backends.contents import (
-    Content,
+from mlx_manager.mlx_server.backends.tokenising import (
+    TokenisedText,
     check_counted,
-    contents,
     most_counted,
     sliced,
+    tokenised,
 )
 from mlx_manager.mlx_server.backends.vocabulary import Vocabulary
 from mlx_manager.mlx_server.config import EngineLimits
@@ -185,9 +185,9 @@ class EncoderBackend:
         match prompt:
             case Text(text):
                 most = most_counted(self._loaded.context_length)
-                [content] = contents(self._encode, [text], most)
-                check_counted(len(content.ids), self._loaded.context_length, prompt.param)
-                ids = self._single.of(content.ids) if special else content.ids
+                [tokens] = tokenised(self._encode, [text], most)
+                check_counted(len(tokens.ids), self._loaded.context_length, prompt.param)
+                ids = self._single.of(tokens.ids) if special else tokens.ids
             case Tokens(ids):
                 pass
             case Conversation():
@@ -237,16 +237,16 @@ class EncoderBackend:
         self, inputs: Sequence[str | Ids], first: int, prompt: str, most: int, cut: bool
     ) -> list[Ids]:
         texts = [prompt + given for given in inputs if type(given) is str]
-        found = iter(contents(self._encode, texts, most))
+        found = iter(tokenised(self._encode, texts, most))
         rows: list[Ids] = []
         for index, given in enumerate(inputs, first):
             unread = 0
             match given:
                 case str():
-                    content = next(found)
-                    unread = 0 if cut else content.unread
-                    self._check_embedded(content.ids, f"input[{index}]")
-                    kept = content.ids[: most - self._single.length] if cut else content.ids
+                    tokens = next(found)
+                    unread = 0 if cut else tokens.unread
+                    self._check_embedded(tokens.ids, f"input[{index}]")
+                    kept = tokens.ids[: most - self._single.length] if cut else tokens.ids
                     row = self._single.of(kept)
                 case ids:
                     self._vocabulary.check(ids, f"input[{index}]")
@@ -283,9 +283,9 @@ class EncoderBackend:
 
     def _query(self, text: str, most: int, cut: bool) -> list[int]:
         if cut:
-            query = Content(self._encode([text])[0])
+            query = TokenisedText(self._encode([text])[0])
         else:
-            [query] = contents(self._encode, [text], most)
+            [query] = tokenised(self._encode, [text], most)
             self._check_length(query.total + self._pair.length, "the query", "query")
         self._check_embedded(query.ids, "query")
         return query.ids
@@ -297,9 +297,9 @@ class EncoderBackend:
             ContextLengthExceeded: it has too many tokens.
             InvalidParameter: nothing of a document would be left of a text that is cut.
         """
-        [content] = contents(self._encode, [before], most)
-        self._check_embedded(content.ids, "query")
-        needed = content.total + self._pair.length
+        [tokens] = tokenised(self._encode, [before], most)
+        self._check_embedded(tokens.ids, "query")
+        needed = tokens.total + self._pair.length
         if not cut:
             self._check_length(needed, "the query", "query")
         elif needed >= most:
@@ -315,12 +315,12 @@ class EncoderBackend:
         """Return the rows of documents that are put to the model in a text with the query."""
         rows: list[tuple[Ids, int | None]] = []
         texts = [before + document for document in documents]
-        for index, content in enumerate(contents(self._encode, texts, most), first):
+        for index, tokens in enumerate(tokenised(self._encode, texts, most), first):
             param = f"documents[{index}]"
-            self._check_embedded(content.ids, param)
-            ids = content.ids[: most - self._pair.length] if cut else content.ids
+            self._check_embedded(tokens.ids, param)
+            ids = tokens.ids[: most - self._pair.length] if cut else tokens.ids
             row = self._pair.of(ids)
-            unread = 0 if cut else content.unread
+            unread = 0 if cut else tokens.unread
             self._check_length(len(row) + unread, f"the query and document {index}", param)
             rows.append((row, None))
         return rows
@@ -342,7 +342,7 @@ class EncoderBackend:
         self, query: list[int], documents: Sequence[str], first: int, enough: int, most: int | None
     ) -> list[tuple[Ids, int | None]]:
         pairs: list[tuple[Ids, int | None]] = []
-        for index, document in enumerate(contents(self._encode, documents, enough), first):
+        for index, document in enumerate(tokenised(self._encode, documents, enough), first):
             param = f"documents[{index}]"
             self._check_embedded(document.ids, param)
             lengths = len(query), len(document.ids)

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mlx_manager.mlx_server.backends.contents import (
-    Content,
-    check_counted,
-    contents,
-    most_counted,
-)
 from mlx_manager.mlx_server.backends.guidance import (
     GUIDE_SECONDS,
     Guidance,
     compiles,
     forced_tools,
+)
+from mlx_manager.mlx_server.backends.tokenising import (
+    TokenisedText,
+    check_counted,
+    most_counted,
+    tokenised,
 )
 from mlx_manager.mlx_server.backends.vocabulary import Vocabulary
 from mlx_manager.mlx_server.config import EngineLimits
@@ -103,7 +103,7 @@ class Prepared:
 class Read:
     """A prompt's tokens, the form of its answer, and its pictures."""
 
-    content: Content
+    tokens: TokenisedText
     output: OutputFormat = PLAIN
     images: PromptImages | None = None
 
@@ -273,11 +273,11 @@ class TextBackend:
         most = most_counted(self._loaded.context_length)
         if isinstance(prompt, Text) and not special:
             encode = partial(token_ids, self._loaded.tokenizer)
-            [content] = contents(lambda texts: list(map(encode, texts)), [prompt.text], most)
+            [tokens] = tokenised(lambda texts: list(map(encode, texts)), [prompt.text], most)
         else:
-            content = self._tokenise(prompt, most).content
-        check_counted(len(content.ids), self._loaded.context_length, prompt.param)
-        return Tokenized(content.ids, self._loaded.context_length, self._texts)
+            tokens = self._tokenise(prompt, most).tokens
+        check_counted(len(tokens.ids), self._loaded.context_length, prompt.param)
+        return Tokenized(tokens.ids, self._loaded.context_length, self._texts)
 
     def leaves_room(self, request: GenerationRequest) -> bool:
         """Return whether an answer can follow that is as long as asked for, or half the context
@@ -288,7 +288,7 @@ class TextBackend:
         """
         context = self._context(request)
         most = context - min(request.max_tokens or 1, context // 2)
-        return len(self._tokenise(request.prompt, most).content.ids) <= most
+        return len(self._tokenise(request.prompt, most).tokens.ids) <= most
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """Return the text of tokens, special ones included.
@@ -321,16 +321,16 @@ class TextBackend:
         tokens, only the first tokens, more than `enough`, need be returned."""
         adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer
 
-        def read(encode: Encode, text: str) -> Content:
-            [content] = contents(lambda texts: list(map(encode, texts)), [text], enough)
-            return content
+        def read(encode: Encode, text: str) -> TokenisedText:
+            [tokens] = tokenised(lambda texts: list(map(encode, texts)), [text], enough)
+            return tokens
 
         match prompt:
             case Conversation():
                 forced_tools(prompt)
                 # Only the template knows what of thinking, calls and tools it writes.
-                content, images = self._seen(prompt, read)
-                return Read(content, adapter.output_format(tokenizer, prompt, content.ids), images)
+                tokens, images = self._seen(prompt, read)
+                return Read(tokens, adapter.output_format(tokenizer, prompt, tokens.ids), images)
             case Text(text, ""):
                 return Read(read(lambda part: adapter.encode_text(part, tokenizer), text))
             case Text(text, suffix):
@@ -342,11 +342,11 @@ class TextBackend:
                 return Read(read(infill, max(text, suffix, key=len)))
             case Tokens(ids=given):
                 self._vocabulary.check(given, "prompt")
-                return Read(Content(list(given)))
+                return Read(TokenisedText(list(given)))
 
     def _seen(
-        self, conversation: Conversation, read: Callable[[Encode, str], Content]
-    ) -> tuple[Content, PromptImages | None]:
+        self, conversation: Conversation, read: Callable[[Encode, str], TokenisedText]
+    ) -> tuple[TokenisedText, PromptImages | None]:
         """Return a conversation's tokens, and its pictures at their places."""
         self._check_seen(conversation)
         adapter, tokenizer = self._loaded.adapter, self._loaded.tokenizer
@@ -360,12 +360,12 @@ class TextBackend:
         if vision is None or not images:
             return read(encode, rendered.marked), None
         layouts, param = vision.layouts(images), conversation.param
-        content = read(encode, vision.expanded(rendered.marked, layouts, param))
-        if content.unread:
+        tokens = read(encode, vision.expanded(rendered.marked, layouts, param))
+        if tokens.unread:
             # It is too long already, and will be refused.
-            return content, None
-        ids, seen = vision.placed(content.ids, images, layouts, param)
-        return Content(ids), seen
+            return tokens, None
+        ids, seen = vision.placed(tokens.ids, images, layouts, param)
+        return TokenisedText(ids), seen
 
     def _check_seen(self, conversation: Conversation) -> None:
         """Check that the model takes the conversation's pictures.
@@ -391,7 +391,7 @@ class TextBackend:
             read = self._prompt(request)
         else:
             read = await self._prompts.run(partial(self._prompt, request), key)
-        ids, images = read.content.ids, read.images
+        ids, images = read.tokens.ids, read.images
         if not compiles(request):
             output, guide = self._guidance.of(request, read.output)
             return Prepared(ids, output, images, guide)
@@ -404,12 +404,12 @@ class TextBackend:
         self._vocabulary.check([token for token, _ in request.sampling.logit_bias], "logit_bias")
         self._vocabulary.check(request.stop.token_ids, "stop_token_ids")
         read = self._tokenise(request.prompt, self._context(request))
-        ids = read.content.ids
+        ids = read.tokens.ids
         if not ids:
             raise InvalidRequest(
                 "The prompt is empty: it has no tokens to go on from.", param=request.prompt.param
             )
-        self._check_length(request, read.content)
+        self._check_length(request, read.tokens)
         self._vocabulary.check_embedded(ids, self._loaded.vocabulary, request.prompt.param)
         return read
 
@@ -418,16 +418,16 @@ class TextBackend:
         context = self._loaded.context_length
         return min(context, request.context_length or context)
 
-    def _check_length(self, request: GenerationRequest, content: Content) -> None:
+    def _check_length(self, request: GenerationRequest, tokens: TokenisedText) -> None:
         context = self._context(request)
-        asked, length = request.max_tokens, len(content.ids)
+        asked, length = request.max_tokens, len(tokens.ids)
         if length + (1 if asked is None else min(asked, 1)) > context:
             # A prompt that fills the context to the last token lacks room for the answer's first.
-            tokens = max(content.total, context + 1)
+            total = max(tokens.total, context + 1)
             raise ContextLengthExceeded.counted(
-                tokens,
+                total,
                 context,
-                read=length - 1 if content.unread else None,
+                read=length - 1 if tokens.unread else None,
                 param=request.prompt.param,
             )
 

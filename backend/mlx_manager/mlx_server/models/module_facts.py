@@ -59,6 +59,21 @@ class MLPNames:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedNames:
+    """Names of a block's shared experts, which are one MLP that every token goes through.
+
+    gate: the layer whose sigmoid weights their result; None if nothing weights it.
+    """
+
+    experts: str
+    gate: str | None = None
+
+    @property
+    def parts(self) -> set[str]:
+        return {name for name in (self.experts, self.gate) if name is not None}
+
+
+@dataclass(frozen=True, slots=True)
 class Routing:
     """Rule by which a router, or a block with one, chooses a token's experts and weights them.
 
@@ -91,6 +106,7 @@ class ModuleFacts:
     Names:
         blocks, attentions, mlps: of their parts.
         experts: of a router and its experts.
+        shared_experts: of experts beside these that every token goes through.
         last_norms: of the norm behind the last layer.
         heads, kv_heads, scales: of attention's numbers.
 
@@ -121,6 +137,7 @@ class ModuleFacts:
     attentions: tuple[AttentionNames, ...] = ()
     mlps: tuple[MLPNames, ...] = ()
     experts: tuple[tuple[str, str], ...] = ()
+    shared_experts: tuple[SharedNames, ...] = ()
     last_norms: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     kv_heads: tuple[str, ...] = ()

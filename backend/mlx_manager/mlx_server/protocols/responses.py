@@ -707,7 +707,8 @@ def _part(part: ContentPart, path: str) -> Part:
             param=f"{path}.type",
         )
     raise UnsupportedParameter(
-        f"`{path}` is of type {part.type!r}; this model takes text only.", param=f"{path}.type"
+        f"`{path}` is of type {part.type!r}, which is not read here; texts and images are.",
+        param=f"{path}.type",
     )
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlx_manager.mlx_server.core import GenerationRequest, Tokenized
-from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError, ServerNotReady
+from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 from mlx_manager.mlx_server.workers.channel import Channel
 from mlx_manager.mlx_server.workers.messages import (
@@ -51,6 +51,8 @@ from mlx_manager.mlx_server.workers.messages import (
 from mlx_manager.mlx_server.workers.rows import ServedRows, failure
 
 if TYPE_CHECKING:
+    from mlx_manager.mlx_server.backends.embedding import EncoderBackend
+    from mlx_manager.mlx_server.backends.text import TextBackend
     from mlx_manager.mlx_server.workers.model import Model
 
 log = logging.getLogger(__name__)
@@ -152,35 +154,36 @@ class Host:
                 return await model.prepare(ask.question)
             case Load():
                 return await model.load()
-        if model.backend is None:
-            raise ServerNotReady("The model is not loaded.")
-        return await self._answers(ask, model, model.backend)[type(ask.question)](ask.question)
+        return await self._answers(ask, model, model.served)[type(ask.question)](ask.question)
 
-    def _answers(self, ask: Ask, model: Model, backend: Any) -> dict[type[Question], Answering]:
+    def _answers(
+        self, ask: Ask, model: Model, backend: TextBackend | EncoderBackend
+    ) -> dict[type[Question], Answering]:
         """Return what answers each kind of question. The tokenizer is asked on other threads."""
         run, begun = partial(self._threads.run, key=ask.key), partial(self._begun, ask.number)
         return {
-            Generate: lambda asked: self._generate(ask.number, asked.request, backend),
-            Embed: lambda asked: backend.embed(asked.request, begun),
-            Rank: lambda asked: backend.rank(asked.request, begun),
+            Generate: lambda asked: self._generate(ask.number, asked.request, model.text),
+            Embed: lambda asked: model.encoder.embed(asked.request, begun),
+            Rank: lambda asked: model.encoder.rank(asked.request, begun),
             Tokenize: lambda asked: run(partial(tokenized, backend, asked)),
-            LeavesRoom: lambda asked: run(partial(backend.leaves_room, asked.request)),
+            LeavesRoom: lambda asked: run(partial(model.text.leaves_room, asked.request)),
             Detokenize: lambda asked: run(partial(backend.detokenize, asked.ids)),
-            Render: lambda asked: run(partial(backend.render, asked.conversation)),
+            Render: lambda asked: run(partial(model.text.render, asked.conversation)),
             DropPrefixes: lambda _: model.thread.call(model.drop_prefixes),
             Look: lambda _: self._figures(model),
         }
 
     async def _figures(self, model: Model) -> Figures:
-        stats = model.backend.stats()
-        return Figures(
-            model.ledger.figures(), model.ledger.usage(), asdict(stats), model.backend.rows()
-        )
+        backend = model.served
+        stats = asdict(backend.stats())
+        return Figures(model.ledger.figures(), model.ledger.usage(), stats, backend.rows())
 
     def _begun(self, number: int) -> None:
         self._channel.send(Begun(number))
 
-    async def _generate(self, number: int, request: GenerationRequest, backend: Any) -> None:
+    async def _generate(
+        self, number: int, request: GenerationRequest, backend: TextBackend
+    ) -> None:
         """Begin a row; its events are sent from the MLX thread."""
         row = self._rows.row(number)
         try:
@@ -214,7 +217,7 @@ class Host:
         return True
 
 
-def tokenized(backend: Any, asked: Tokenize) -> Tokenized:
+def tokenized(backend: TextBackend | EncoderBackend, asked: Tokenize) -> Tokenized:
     """Return a prompt's tokens as data."""
     found = backend.tokenize(asked.prompt, asked.special)
     return Tokenized(found.ids, found.context_length, found.texts() if asked.texts else ())

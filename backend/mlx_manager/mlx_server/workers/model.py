@@ -24,7 +24,7 @@ from mlx_manager.mlx_server.encoders.loading import (
 from mlx_manager.mlx_server.encoders.loop import kept_bytes
 from mlx_manager.mlx_server.engine.scheduler.step_size import least_working
 from mlx_manager.mlx_server.engine.thread import MLXThread
-from mlx_manager.mlx_server.errors import UnsupportedParameter
+from mlx_manager.mlx_server.errors import ServerNotReady, UnsupportedParameter
 from mlx_manager.mlx_server.execution.decoder.packed import multiplies_packed
 from mlx_manager.mlx_server.models.facts import ModelFacts
 from mlx_manager.mlx_server.models.loading.load import (
@@ -72,11 +72,34 @@ class Model:
         self.thread.start()
         self.ledger = Ledger(0)
         self.memory = GrantedMemory(self.ledger, send)
-        self.backend: Any = None
+        self.backend: TextBackend | EncoderBackend | None = None
         self._send = send
         self._sandbox = Sandbox()
         self._alone = alone
         self._ready: tuple[Prepare, PreparedText | PreparedEncoder] | None = None
+
+    @property
+    def served(self) -> TextBackend | EncoderBackend:
+        """Return what answers.
+
+        Raises:
+            ServerNotReady: it has not been loaded.
+        """
+        if self.backend is None:
+            raise ServerNotReady("The model is not loaded.")
+        return self.backend
+
+    @property
+    def text(self) -> TextBackend:
+        """Return what generates; the server asks no encoder for that."""
+        assert isinstance(self.served, TextBackend)
+        return self.served
+
+    @property
+    def encoder(self) -> EncoderBackend:
+        """Return what embeds or ranks; the server asks no other model for that."""
+        assert isinstance(self.served, EncoderBackend)
+        return self.served
 
     def hello(self) -> Hello:
         """Return what the device is. On the MLX thread."""
@@ -109,7 +132,7 @@ class Model:
             # Who asks for it hears what is wrong.
             with suppress(UnsupportedParameter):
                 await DaemonThreads(1).run(self.backend.make_ahead)
-        return facts_of(loaded, self.backend, perf_counter() - begun)
+        return facts_of(loaded, self.served, perf_counter() - begun)
 
     def broken(self) -> str | None:
         """Return why nothing can be computed here any more; None if it can."""
@@ -127,7 +150,7 @@ class Model:
     def drop_prefixes(self) -> int:
         """Return the bytes given back. On the MLX thread."""
         before = self.ledger.used()
-        self.backend.drop_prefixes()
+        self.served.drop_prefixes()
         clear_cache()
         self.memory.tell()
         return before - self.ledger.used()

@@ -40,8 +40,8 @@ from tiny_encoders import (
     write,
 )
 
-from mlx_manager.mlx_server.backends.contents import AT_ONCE, HEAD
 from mlx_manager.mlx_server.backends.embedding import EncoderBackend
+from mlx_manager.mlx_server.backends.tokenising import AT_ONCE, HEAD
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import EmbeddingRequest, GenerationRequest, RerankRequest, Text
 from mlx_manager.mlx_server.encoders import encoder

@@ -108,6 +108,14 @@ def test_content_that_is_not_text_is_refused_by_name(kind: str):
     assert caught.value.param == "messages[0].content[1].type"
 
 
+@pytest.mark.parametrize("kind", ["input_audio", "file", "video_url"])
+def test_the_refusal_of_a_part_is_right_for_models_that_see_as_well(kind: str):
+    with pytest.raises(UnsupportedParameter) as caught:
+        ask({"role": "user", "content": [{"type": kind}]})
+    assert "is not read here" in caught.value.message
+    assert "text only" not in caught.value.message
+
+
 @pytest.mark.parametrize("name", ["audio", "function_call"])
 def test_older_and_other_parts_of_a_message_are_refused_by_name(name: str):
     with pytest.raises(UnsupportedParameter) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
@@ -24,13 +25,12 @@ from mlx_manager.mlx_server.execution.spec.parts import (
     stored,
 )
 from mlx_manager.mlx_server.models.families import MODULES
-from mlx_manager.mlx_server.models.module_facts import Routing
+from mlx_manager.mlx_server.models.module_facts import Routing, SharedNames
 
 _EXPERT = {"gate_proj", "up_proj", "down_proj"}
 _EXPERTS = {*_EXPERT, "activation"}
-# Parts of a shared expert and its gate, or of several shared experts without a gate.
-_SHARED = {"shared_expert", "shared_expert_gate"}
-_SHARED_WHOLLY = {"shared_experts"}
+_UNWEIGHTED = {names.experts for names in MODULES.shared_experts if names.gate is None}
+"""Names of shared experts in blocks whose routers are known by their classes alone."""
 # Parts of layers whose experts lie beside their MLP: router and experts, the norms before and
 # behind the experts, and the norm behind the MLP.
 BESIDE = {
@@ -73,12 +73,13 @@ class SharedExpertsSpec:
         return (*([] if self.gate is None else [self.gate]), *self.gate_up, self.down)
 
     @staticmethod
-    def of(mlp: nn.Module, experts: Sequence[nn.Module]) -> SharedExpertsSpec | None:
+    def of(
+        mlp: nn.Module, names: SharedNames, experts: Sequence[nn.Module]
+    ) -> SharedExpertsSpec | None:
         """Return the shared experts of `mlp`, or None for experts of another kind, or stored
         otherwise than the layers in `experts`."""
-        wholly = parts_of(mlp) >= _SHARED_WHOLLY
-        own = mlp.shared_experts if wholly else mlp.shared_expert
-        gate = None if wholly else mlp.shared_expert_gate
+        own = mlp[names.experts]
+        gate = None if names.gate is None else mlp[names.gate]
         if parts_of(own) != _EXPERT:
             return None
         layers = (own.gate_proj, own.up_proj, own.down_proj)
@@ -123,7 +124,7 @@ class RoutingSpec:
         if facts:
             return RoutingSpec._declared(mlp, facts)
         chosen = getattr(mlp, "top_k", getattr(mlp, "num_experts_per_tok", None))
-        if not isinstance(chosen, int) or parts_of(mlp) & {"gate_act", *_SHARED_WHOLLY}:
+        if not isinstance(chosen, int) or parts_of(mlp) & {"gate_act", *_UNWEIGHTED}:
             return None
         return RoutingSpec(chosen, normalised=bool(getattr(mlp, "norm_topk_prob", True)))
 
@@ -183,18 +184,18 @@ class MoESpec:
         Raises:
             NotFusable: experts are chosen in groups.
         """
-        parts = parts_of(mlp)
-        shares = parts >= _SHARED or parts >= _SHARED_WHOLLY
-        own = parts - (_SHARED if parts >= _SHARED else _SHARED_WHOLLY) - {"gate_act"}
-        named = next((names for names in MODULES.experts if own == set(names)), None)
+        parts = parts_of(mlp) - {"gate_act"}
+        ways = product(MODULES.experts, (None, *MODULES.shared_experts))
+        told = (way for way in ways if parts == _parts_named(*way))
+        named, sharing = next(told, (None, None))
         if named is None or parts_of(mlp[named[1]]) != _EXPERTS:
             return None
         router, experts = (mlp[name] for name in named)
         routing = RoutingSpec.of(mlp, router)
         found = None if routing is None else MoESpec._through(router, experts, routing)
-        if found is None or not shares:
+        if found is None or sharing is None:
             return found
-        shared = SharedExpertsSpec.of(mlp, (*found.gate_up, found.down))
+        shared = SharedExpertsSpec.of(mlp, sharing, (*found.gate_up, found.down))
         return None if shared is None else replace(found, shared=shared)
 
     @staticmethod
@@ -284,6 +285,10 @@ def mlp_in(mlp: nn.Module) -> MLPSpec | MoESpec:
     if found is None:
         raise NotFusable("an MLP of other parts")
     return found
+
+
+def _parts_named(experts: tuple[str, str], shared: SharedNames | None) -> set[str]:
+    return {*experts, *(() if shared is None else shared.parts)}
 
 
 def _kind(module: nn.Module) -> str:

@@ -1,7 +1,7 @@
 """DeepSeek V1 to V4, R1, and models that are distilled from them."""
 
 from mlx_manager.mlx_server.models.family import Family, InfillTokens
-from mlx_manager.mlx_server.models.module_facts import ModuleFacts, Routing
+from mlx_manager.mlx_server.models.module_facts import ModuleFacts, Routing, SharedNames
 
 SOFTMAX_GATE = Routing(normalised=False, scale="routed_scaling_factor")
 SIGMOID_GATE = Routing(
@@ -27,6 +27,7 @@ FAMILY = Family(
         }
     ),
     modules=ModuleFacts(
+        shared_experts=(SharedNames("shared_experts"),),
         routings={
             "deepseek.MoEGate": SOFTMAX_GATE,
             "deepseek_v2.MoEGate": SOFTMAX_GATE,

@@ -1,7 +1,12 @@
 """Qwen, QwQ, and Qwen 3.5 and Next, of whose layers some have the gated delta rule."""
 
 from mlx_manager.mlx_server.models.family import ConfigFacts, Family, InfillTokens, VisionFacts
-from mlx_manager.mlx_server.models.module_facts import AttentionNames, ModuleFacts, Routing
+from mlx_manager.mlx_server.models.module_facts import (
+    AttentionNames,
+    ModuleFacts,
+    Routing,
+    SharedNames,
+)
 
 TENSORS = ("model.visual.", "visual.", "vision_tower.", "model.language_model.visual.")
 WORDS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|video_pad|>")
@@ -33,6 +38,7 @@ FAMILY = Family(
     modules=ModuleFacts(
         attentions=(AttentionNames(norms=("q_norm", "k_norm")),),
         experts=(("gate", "switch_mlp"),),
+        shared_experts=(SharedNames("shared_expert", "shared_expert_gate"),),
         # The softmax is over all experts, which nothing in the block tells.
         routings={"qwen2_moe.Qwen2MoeSparseMoeBlock": Routing(normalised=False)},
         gated=("qwen3_next.Qwen3NextAttention",),

@@ -141,12 +141,13 @@ def _free_bare_calls(writer: _Writer, tools: Sequence[Tool], openers: Sequence[s
 def bare_calls(form: ToolFormat, tools: Sequence[Tool]) -> str:
     """Return the rule `calls`: one call as a JSON object of free layout."""
     assert form.call.keys is not None
-    _, key = form.call.keys
+    name_key, key = form.call.keys
     objects = []
     for tool in tools:
         if tool.text_grammar is not None:
             blank = f"/({BLANKS})?/"
-            name = f'"\\"name\\"" {blank} ":" {blank} {literal(json.dumps(tool.name))}'
+            named = literal(json.dumps(name_key))
+            name = f'{named} {blank} ":" {blank} {literal(json.dumps(tool.name))}'
             text = json_text(tool.text_grammar, *tool.parameters["required"])
             members = f'{name} {blank} "," {blank} {literal(json.dumps(key))} {blank} ":" {blank}'
             objects.append(f'"{{" {blank} {members} {text} {blank} "}}"')
@@ -158,10 +159,10 @@ def bare_calls(form: ToolFormat, tools: Sequence[Tool]) -> str:
         schema = {
             "type": "object",
             "properties": {
-                "name": {"const": tool.name},
+                name_key: {"const": tool.name},
                 key: moved(arguments, f"#/properties/{key}"),
             },
-            "required": ["name", key],
+            "required": [name_key, key],
             "additionalProperties": False,
             "x-guidance": layout,
         }

@@ -87,16 +87,20 @@ class CallPatterns:
         close   the end of the calls
     What group `ahead` matches is not part of the item.
     end: the text that ends a call; the output may end before it. close: the text that ends all
-    calls. fenced: there may be fences around arguments. name_key: the key of the name in a call
-    that is a JSON object. tags: the expressions for arguments, if they are between tags.
-    block_end: the text that ends a block; None if it ends where its brackets balance.
+    calls. fenced: there may be fences around arguments. name_keys, argument_keys: the keys that the
+    name and the arguments may have in a call that is a JSON object, those of the format first;
+    models write the usual ones, too. named: such a name after the call's brace. tags: the
+    expressions for arguments, if they are between tags. block_end: the text that ends a block; None
+    if it ends where its brackets balance.
     """
 
     item: regex.Pattern[str]
     end: str
     close: str
     fenced: bool
-    name_key: str
+    name_keys: tuple[str, ...]
+    argument_keys: tuple[str, ...]
+    named: regex.Pattern[str]
     tags: TagPatterns | None
     block_end: str | None
 
@@ -105,6 +109,8 @@ class CallPatterns:
 def patterns_of(form: ToolFormat) -> CallPatterns:
     """Return the expressions for calls in a format."""
     calls = (form.call, *form.also)
+    keys = [call.keys for call in (*calls, *filter(None, [form.other])) if call.keys]
+    name_keys = _unique(*(key for key, _ in keys), "name")
     closers = _closers(form)
     close = closers[0] if closers else ""
     fenced = any(_FENCE in text for call in calls for text in texts_of(call.tail))
@@ -120,7 +126,9 @@ def patterns_of(form: ToolFormat) -> CallPatterns:
         end=_end(form, form.call),
         close=close,
         fenced=fenced,
-        name_key=form.call.keys[0] if form.call.keys else "name",
+        name_keys=name_keys,
+        argument_keys=_unique(*(key for _, key in keys), "arguments", "parameters"),
+        named=regex.compile(rf"\s*\"{_any(name_keys)}\"\s*:\s*\"{_JSON_NAME}\""),
         tags=_tag_patterns(form, form.call.arguments)
         if isinstance(form.call.arguments, Tagged)
         else None,
@@ -131,6 +139,10 @@ def patterns_of(form: ToolFormat) -> CallPatterns:
 def _is_listed(form: ToolFormat) -> bool:
     """Return whether calls as in Python stand in a list."""
     return form.call.arguments == KEYWORDS and last_text(form.opening).endswith("[")
+
+
+def _unique(*texts: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(texts))
 
 
 def _compiled(expression: str) -> regex.Pattern[str]:

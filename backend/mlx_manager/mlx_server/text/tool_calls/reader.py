@@ -31,14 +31,12 @@ from mlx_manager.mlx_server.utils.text import encodable
 
 CallEvent = ToolCallStarted | ToolCallDelta
 
-_ARGUMENT_KEYS = ("arguments", "parameters")
-_CALL_KEYS = frozenset({"name", "type", "id", *_ARGUMENT_KEYS})
+_OTHER_KEYS = frozenset({"type", "id"})
 _NO_ARGUMENTS = frozenset({"null", '""', "[]"})
 _SEPARATORS = string.whitespace + ",;[]"
 _BRACKETS = str.maketrans("", "", "]}")
 _PREFIX = regex.compile(r"functions?[._:\-]?")
 _TAG = regex.compile(r"<[/\\|]?[^<>\n]{0,40}(?:>|(?P<ahead>[<\n]))")
-_NAMED = regex.compile(r"\s*\"(?:name|tool_name)\"\s*:\s*\"(?P<name>[^\"\\]{1,128})\"")
 _NO_NAME = regex.compile(r"[^A-Za-z0-9]+")
 
 
@@ -295,16 +293,17 @@ class CallReader:
             key = yield from self._key()
             source.take((yield from source.blanks()))
             char = yield from source.char()
-            if key in _ARGUMENT_KEYS and char == "{" and "name" in fields and not streamed:
+            in_braces, name = char == "{" and not streamed, self._name_in(fields)
+            if key in self._patterns.argument_keys and in_braces and name is not None:
                 source.take(1)
-                yield from self._stream(self._offered_name(fields["name"]), None)
+                yield from self._stream(self._offered_name(name), None)
                 self._tail = self._within = streamed = True
-            elif key == "function" and char == "{" and not streamed:
+            elif key == "function" and in_braces:
                 source.take(1)
                 yield from self._object()
                 self._tail = self._within = streamed = True
             else:
-                fields[key] = yield from self._field(key == "name")
+                fields[key] = yield from self._field(key in self._patterns.name_keys)
             place = yield from source.blanks()
             char = yield from source.char(place)
             if char == "}":
@@ -321,9 +320,8 @@ class CallReader:
 
     def _key(self) -> Reading[str]:
         key = _loads_string((yield from self._string()))
-        if key == self._patterns.name_key:
-            key = "name"
-        if self._bare and key not in _CALL_KEYS:
+        known = {*self._patterns.name_keys, *self._patterns.argument_keys, *_OTHER_KEYS}
+        if self._bare and key not in known:
             raise NotACallError
         self._source.take((yield from self._source.blanks()))
         if (yield from self._source.char()) != ":":
@@ -408,7 +406,8 @@ class CallReader:
         match = yield from source.match(self._item_pattern, place + len(self._opener))
         if match is None or match.groupdict().get("object") is None:
             return match is not None and (match.groupdict().get("name") or "") in self._offered
-        found = yield from source.match(_NAMED, place + len(self._opener) + len(match[0]))
+        named = self._patterns.named
+        found = yield from source.match(named, place + len(self._opener) + len(match[0]))
         return found is not None and found["name"] in self._offered
 
     def _write(self, text: str) -> None:
@@ -453,15 +452,19 @@ class CallReader:
     # -- Calls that are emitted when they are complete -----------------------------------------
 
     def _emit_object(self, fields: dict[str, str]) -> None:
-        given = [fields[key] for key in _ARGUMENT_KEYS if key in fields]
-        if "name" not in fields or (self._bare and not given):
+        name = self._name_in(fields)
+        given = [fields[key] for key in self._patterns.argument_keys if key in fields]
+        if name is None or (self._bare and not given):
             raise NotACallError
         arguments = given[0] if given and given[0] not in _NO_ARGUMENTS else "{}"
         if arguments.startswith('"'):
             arguments = mended(_loads_string(arguments).strip()) or ""
         if not arguments.startswith("{"):
             raise NotACallError
-        self._emit(self._offered_name(fields["name"]), arguments)
+        self._emit(self._offered_name(name), arguments)
+
+    def _name_in(self, fields: dict[str, str]) -> str | None:
+        return next((fields[key] for key in self._patterns.name_keys if key in fields), None)
 
     def _offered_name(self, literal: str) -> str:
         name = _loads_string(literal)

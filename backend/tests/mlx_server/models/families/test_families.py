@@ -126,6 +126,7 @@ def parts_in(facts: ModuleFacts) -> Iterator[set[str]]:
     yield from (attention.parts for attention in facts.attentions)
     yield from ({*mlp.gate_up, mlp.down} for mlp in facts.mlps)
     yield from (set(pair) for pair in facts.experts)
+    yield from (shared.parts for shared in facts.shared_experts)
     for name in (*facts.last_norms, *facts.heads, *facts.kv_heads, *facts.scales):
         yield {name}
 

@@ -33,6 +33,9 @@ MARKERS = (
     r"<\|[\w/]+\|?>|<\w+\|>|<｜[^｜]+｜>|｜DSML｜|\[[A-Z_]+\]|</?(?:longcat_)?(?:tool_call|arg_\w+)>"
     r"|</?(?:minimax|seed):tool_call>|</?(?:start|end)_function_call>|<escape>"
 )
+"""Expression for what models have as tokens of their own."""
+MARKED_BY_TEXT = {"olmo-3", "nemotron", "minicpm"}
+"""Formats whose models have no such tokens."""
 
 PLACE = {
     "type": "object",
@@ -85,11 +88,18 @@ TOOLS = (EVERYTHING, CLOCK)
 every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=list(FORMATS))
 
 
+def markers_of(form: ToolFormat) -> list[str]:
+    return re.findall(MARKERS, " ".join([*form.texts, repr(form)]))
+
+
+def test_it_is_known_which_markers_of_a_format_are_tokens() -> None:
+    assert {name for name, form in FORMATS.items() if not markers_of(form)} == MARKED_BY_TEXT
+
+
 @cache
-def tokenizer_of(name: str, *, tokens: bool) -> tuple[TokenizerWrapper, Grammars]:
+def tokenizer_of(form: ToolFormat, *, tokens: bool) -> tuple[TokenizerWrapper, Grammars]:
     """One token a byte and, if `tokens`, one for each of the format's markers."""
-    said = " ".join([*FORMATS[name].texts, repr(FORMATS[name])])
-    markers = re.findall(MARKERS, said) if tokens else []
+    markers = markers_of(form) if tokens else []
     with TemporaryDirectory() as folder:
         made = Published("x", "llama", None, "<|eos|>", tuple(dict.fromkeys(markers)))
         write_tokenizer(Path(folder), made, None)
@@ -106,7 +116,7 @@ class Walk:
 
     def __init__(self, form: ToolFormat, seed: int, *, tokens: bool) -> None:
         self.form = form
-        self.tokenizer, self.grammars = tokenizer_of(form.name, tokens=tokens)
+        self.tokenizer, self.grammars = tokenizer_of(form, tokens=tokens)
         self.random = random.Random(seed)
         call, ways = form.call, form.call.arguments
         asides = [piece.end for piece in form.opening if isinstance(piece, Aside)]
@@ -338,7 +348,7 @@ OBJECT = {"type": "object"}
 def test_what_a_format_has_no_form_for_is_refused_by_name(
     form: ToolFormat, tool: Tool, param: str, reason: str
 ) -> None:
-    _, grammars = tokenizer_of("hermes", tokens=False)
+    _, grammars = tokenizer_of(FORMATS["hermes"], tokens=False)
     with pytest.raises(InvalidParameter, match=re.escape(reason)) as refusal:
         grammars.calls(form, [tool], parallel=False)
     assert refusal.value.param == param
@@ -371,7 +381,7 @@ def test_what_a_format_has_no_form_for_is_refused_by_name(
 def test_values_are_written_as_their_schema_says(
     schema: Any, good: list[str], bad: list[str]
 ) -> None:
-    _, grammars = tokenizer_of("qwen3-coder", tokens=False)
+    _, grammars = tokenizer_of(FORMATS["qwen3-coder"], tokens=False)
     tool = Tool("f", parameters=OBJECT | {"properties": {"a": schema}, "required": ["a"]})
 
     def takes(value: str) -> bool:

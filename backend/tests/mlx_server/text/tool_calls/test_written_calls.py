@@ -16,7 +16,7 @@ from text.tool_calls.test_forced_calls import every_format, tokenizer_of
 from thorough import ALL
 
 from mlx_manager.mlx_server.core import Tool, ToolCall
-from mlx_manager.mlx_server.formats import Tagged, ToolFormat, Unquoted, texts_of
+from mlx_manager.mlx_server.formats import JSON, NAME, Call, Tagged, ToolFormat, Unquoted, texts_of
 from mlx_manager.mlx_server.text.tool_calls.formats import FORMATS
 from mlx_manager.mlx_server.text.tool_calls.patterns import patterns_of
 from mlx_manager.mlx_server.text.tool_calls.writer import write_calls
@@ -158,7 +158,7 @@ def test_calls_are_read_as_they_were_written(form: ToolFormat, data: st.DataObje
 
 def takes(form: ToolFormat, text: str, offered: dict[str, Any]) -> bool:
     """Return whether the grammar of forced calls allows a text."""
-    _, grammars = tokenizer_of(form.name, tokens=False)
+    _, grammars = tokenizer_of(form, tokens=False)
     tools = tuple(Tool(name, parameters=schema) for name, schema in offered.items())
     matcher = grammars.calls(form, tools, parallel=True)
     tokens = grammars.texts.tokenize_str(text)
@@ -340,3 +340,42 @@ def test_a_format_is_written_forced_and_read_as_its_golden_text_says(form: ToolF
     assert takes(form, text, outputs.OFFERED)
     output = output_of(form, outputs.OFFERED)
     assert parse([text], output).values == parse(text, output).values == MADE
+
+
+MADE_UP = [
+    ToolFormat(
+        "nova",
+        Call.of('<|call|>{"tool": "', NAME, '", "input": ', JSON, "}<|/call|>"),
+        between=("\n",),
+    ),
+    ToolFormat(
+        "compact",
+        Call.of('{"function":"', NAME, '","function-args":', JSON, "}"),
+        opening=("<calls>[",),
+        between=(",",),
+        closing=("]</calls>",),
+    ),
+    ToolFormat(
+        "bare",
+        Call.of('{"action": "', NAME, '", "action_input": ', JSON, "}"),
+        openers=("<|run|>",),
+        between=("\n",),
+        bare=True,
+    ),
+]
+"""Formats that no model has, whose keys are those of no other."""
+
+
+@pytest.mark.parametrize("form", MADE_UP, ids=[form.name for form in MADE_UP])
+def test_the_keys_of_a_call_are_those_that_its_format_declares(form: ToolFormat) -> None:
+    text = write(form, MADE)
+    output = output_of(form, outputs.OFFERED)
+    assert parse([text], output).values == parse(text, output).values == MADE
+    assert parse(text, output).content == ""
+    assert takes(form, text, outputs.OFFERED)
+
+
+def test_a_bare_object_with_another_formats_keys_is_text() -> None:
+    form = MADE_UP[-1]
+    text = '{"action": "now", "input": {}}'
+    assert parse([text], output_of(form, outputs.OFFERED)).values == []

@@ -7,14 +7,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from mlx_manager.mlx_server.backends.contents import (
+from mlx_manager.mlx_server.backends.tokenising import (
     AT_ONCE,
     BORDER,
     HEAD,
     SLICE,
     Encode,
-    contents,
     sliced,
+    tokenised,
 )
 
 LETTERS = "abcdefgh"
@@ -76,7 +76,7 @@ def test_the_first_tokens_are_those_of_the_whole_text(
 ):
     tokenizer = make()
     encode, _ = encoding(tokenizer)
-    [found] = contents(encode, [text], enough)
+    [found] = tokenised(encode, [text], enough)
     [every] = encode([text])
     if not found.unread:
         assert found.ids == every
@@ -93,7 +93,7 @@ def test_the_first_tokens_are_those_of_the_whole_text(
 
 def test_of_prose_no_more_is_read_than_is_needed():
     encode, calls = encoding(wordpiece())
-    [found] = contents(encode, ["a bad cafe " * 10**5], 128)
+    [found] = tokenised(encode, ["a bad cafe " * 10**5], 128)
     assert found.unread
     assert calls == [HEAD]
 
@@ -101,7 +101,7 @@ def test_of_prose_no_more_is_read_than_is_needed():
 def test_what_is_not_read_is_estimated_from_what_is():
     encode, _ = encoding(wordpiece())
     text = "a bad cafe " * 10**5
-    [found], [every] = contents(encode, [text], 128), encode([text])
+    [found], [every] = tokenised(encode, [text], 128), encode([text])
     assert len(found.ids) < len(every) // 100
     assert found.total == pytest.approx(len(every), rel=0.01)
 
@@ -109,14 +109,14 @@ def test_what_is_not_read_is_estimated_from_what_is():
 def test_a_text_of_few_tokens_is_read_to_its_end_however_long():
     encode, _ = encoding(wordpiece())
     texts = ["bad" + " " * 100_000 + "cafe", "a" * 100_000, "b" * (HEAD - 1)]
-    found = contents(encode, texts, 8)
+    found = tokenised(encode, texts, 8)
     assert [content.unread for content in found] == [0, 0, 0]
     assert [len(content.ids) for content in found] == [2, 1, 1]
 
 
 def test_what_the_border_may_have_changed_is_not_told():
     encode, _ = encoding(bpe())
-    [found] = contents(encode, ["e" * 2 * HEAD], 8)
+    [found] = tokenised(encode, ["e" * 2 * HEAD], 8)
     assert len(found.ids) == HEAD - BORDER
 
 

@@ -53,7 +53,7 @@ def check_counted(count: int, context: int, param: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class TokenisedText:
     """Tokens of a text: all of them, or its first ones, which are more than enough.
 
     unread: about how many more tokens the text has; 0 if `ids` are all of them.
@@ -82,7 +82,7 @@ def sliced(inputs: Sequence[Sized], enough: int) -> Iterator[tuple[int, Sequence
         yield first, inputs[first:]
 
 
-def contents(encode: Encode, texts: Sequence[str], enough: int) -> list[Content]:
+def tokenised(encode: Encode, texts: Sequence[str], enough: int) -> list[TokenisedText]:
     """Return all tokens of each text, or more than `enough` of its first. The rest of a text does
     not change its first tokens, except for a choice between two ways to say the same, which a
     Unigram leaves to the end.
@@ -94,16 +94,16 @@ def contents(encode: Encode, texts: Sequence[str], enough: int) -> list[Content]
     return [continued(encode, text, ids, enough) for text, ids in zip(texts, begun, strict=True)]
 
 
-def continued(encode: Encode, text: str, ids: list[int], enough: int) -> Content:
+def continued(encode: Encode, text: str, ids: list[int], enough: int) -> TokenisedText:
     size = head(enough)
     while size < len(text) and len(ids) <= enough + BORDER:
         size *= GROWTH
         [ids] = encode([text[:size]])
     if size >= len(text):
-        return Content(ids)
+        return TokenisedText(ids)
     kept = ids[: len(ids) - BORDER]
     # Estimated by the tokens a character in the part that was read.
-    return Content(kept, max(1, len(ids) * len(text) // size - len(kept)))
+    return TokenisedText(kept, max(1, len(ids) * len(text) // size - len(kept)))
 
 
 def head(enough: int) -> int:
