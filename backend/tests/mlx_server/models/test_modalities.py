@@ -183,3 +183,16 @@ def test_a_text_model_under_another_name_is_found(tmp_path: Path) -> None:
     edit(folder, lambda config: config.update(llm_config=config.pop("text_config")))
     assert input_modalities(config_of(folder), folder) == ("text", "image")
     assert loaded_from(folder).vision is not None
+
+
+def test_the_template_of_the_processor_counts_where_the_tokenizer_has_another(
+    tmp_path: Path,
+) -> None:
+    folder = make_seeing_model(tmp_path, "qwen2_5_vl")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = {"chat_template": settings["chat_template"]}
+    (folder / "chat_template.json").write_text(json.dumps(template))
+    texts = "{% for message in messages %}{{ message['content'] + '' }}{% endfor %}"
+    settings["chat_template"] = texts
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert loaded_from(folder).tokenizer.chat_template == template["chat_template"]
