@@ -176,11 +176,7 @@ def create_app(
 
     app = FastAPI(title="MLX Manager", version=__version__, lifespan=lifespan)
     app.state.server = server
-    auth.install(app, server)
-    errors.install(app)
-    access.install(app, server.metrics)
-    auth.install_cors(app, server.settings.access)
-    websocket.install(app, server)
+    install_layers(app, server)
     include_routes(app, server.settings)
     documentation.describe(
         app,
@@ -190,6 +186,15 @@ def create_app(
     )
     watch(app, server)
     return app
+
+
+def install_layers(app: FastAPI, server: Server) -> None:
+    """Put the layers around the routes, the innermost first."""
+    auth.install(app, server)
+    errors.install(app)
+    access.install(app, server.metrics)
+    auth.install_cors(app, server.settings.access)
+    websocket.install(app, server)
 
 
 def include_routes(app: FastAPI, settings: MLXServerSettings) -> None:

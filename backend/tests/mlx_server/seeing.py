@@ -49,7 +49,7 @@ QWEN3_5 = BASE | {
 
 
 @dataclass(frozen=True)
-class Seeing:
+class SeeingFamily:
     """A family: its model's configuration for mlx-lm, the module of mlx-vlm's language model, and
     the facts that running it depends on."""
 
@@ -63,8 +63,8 @@ class Seeing:
 
 
 FAMILIES = {
-    "smolvlm": Seeing({"model_type": "llama", **BASE}, "idefics3"),
-    "qwen2_5_vl": Seeing(
+    "smolvlm": SeeingFamily({"model_type": "llama", **BASE}, "idefics3"),
+    "qwen2_5_vl": SeeingFamily(
         {
             "model_type": "qwen2_vl",
             "text_config": BASE | {"rope_scaling": BLOCKS, "model_type": "q"},
@@ -72,13 +72,13 @@ FAMILIES = {
         "qwen2_5_vl",
         MRope((2, 3, 3), interleaved=False),
     ),
-    "qwen3_vl": Seeing(
+    "qwen3_vl": SeeingFamily(
         {"model_type": "qwen3_vl", "text_config": QWEN3 | {"model_type": "q"}},
         "qwen3_vl",
         MRope((6, 5, 5), interleaved=True),
         levels=2,
     ),
-    "qwen3_5": Seeing(
+    "qwen3_5": SeeingFamily(
         {"model_type": "qwen3_5", "text_config": QWEN3_5},
         "qwen3_5",
         MRope((4, 2, 2), interleaved=True),
@@ -104,7 +104,7 @@ class Scene:
 
 
 def scene(
-    family: Seeing,
+    family: SeeingFamily,
     *,
     grids: tuple[tuple[int, int], ...] = ((4, 6), (3, 5)),
     before: int = 7,
@@ -152,7 +152,7 @@ def random_features(rows: int, width: int, levels: int, seed: int) -> Features:
     return Features(arrays[0], tuple(arrays[1:]))
 
 
-def reference_logits(family: Seeing, model: nn.Module, scene: Scene) -> mx.array:
+def reference_logits(family: SeeingFamily, model: nn.Module, scene: Scene) -> mx.array:
     """mlx-vlm's logits of all the scene's tokens, (tokens, vocabulary)."""
     language = _reference(family, model)
     tokens = mx.array([scene.tokens])
@@ -176,7 +176,7 @@ def reference_logits(family: Seeing, model: nn.Module, scene: Scene) -> mx.array
     return logits
 
 
-def _reference(family: Seeing, model: nn.Module) -> nn.Module:
+def _reference(family: SeeingFamily, model: nn.Module) -> nn.Module:
     config = importlib.import_module(f"mlx_vlm.models.{family.reference}.config")
     language = importlib.import_module(f"mlx_vlm.models.{family.reference}.language")
     own = family.config.get("text_config", family.config)

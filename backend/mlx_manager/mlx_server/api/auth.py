@@ -42,7 +42,8 @@ def install(app: FastAPI, server: Server) -> None:
 
 
 def install_cors(app: FastAPI, rules: AccessRules) -> None:
-    """Let pages of the listed origins read answers. To be called last, to be outermost."""
+    """Let pages of the listed origins read answers. To be called after `access.install`, to be
+    around it."""
     if rules.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -1,8 +1,8 @@
 """Every failure as an answer, with the status of its class, in the shape that the caller knows.
 
 Anthropic's under `/v1/messages`, Ollama's under `/api/`, OpenAI's everywhere else. What nobody
-expected is caught in `Boundary`, one of the two places that catch every exception (the other is
-the MLX thread).
+expected is caught in `Boundary`, one of the three places that catch every exception (the others are
+the MLX thread and a worker's `workers/host.py`).
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _path(location: Iterable[int | str]) -> str:
 
 
 class Boundary:
-    """The outermost layer: an id for every request, and an answer to what nobody expected.
+    """The layer around `auth.Gate`: an id for every request, and an answer to what nobody expected.
 
     The id is the caller's `x-request-id` or a new one; it is returned, and in the log beside the
     traceback. A caller who has hung up gets no answer.

@@ -1,4 +1,5 @@
-"""State that the routes share: the settings, and the results of the start-up so far."""
+"""State that the routes share: the settings, what the start-up has made so far, and for each call
+its `Inference`, with those who observe it."""
 
 from __future__ import annotations
 

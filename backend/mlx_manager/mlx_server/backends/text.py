@@ -147,7 +147,10 @@ def prepare(
 
 
 class TextBackend:
-    """Serves one model on the MLX thread. Made and closed there; `generate` runs in asyncio.
+    """Serves one model on the MLX thread. Made and closed there; asked in asyncio.
+
+    A worker calls `begin`, whose events go to the server from the MLX thread. `generate` answers in
+    this process.
 
     forward: how the model is run.
     """

@@ -1,4 +1,5 @@
-"""Pictures in prompts: places, digests and positions, and the tower that turns pictures into rows.
+"""Pictures in prompts, as `vision` hands them to the engine: places, digests and positions; and the
+protocol of the tower that turns pictures into rows (`vision/towers` has them).
 
 A picture's rows of features replace the embeddings of its placeholder tokens.
 """
@@ -23,7 +24,8 @@ __all__ = ["Features", "MRope", "Picture", "PromptImages", "Tower"]
 class Picture:
     """A picture of a prompt.
 
-    image: its file. digest: of its content and of all that changes its features. places: (rows,)
+    image: its file. digest: the file's SHA-256, by which features are kept and pages found: all
+    else that changes features is the model's. places: (rows,)
     int32, ascending: the prompt's tokens that are rows of its features. They need not be
     contiguous: tiles and row breaks may lie between. Row k of the features stands at places[k].
     """

@@ -4,8 +4,9 @@ MLX's streams are thread-local, so an array made here can only be computed here.
 sends messages: `call` (awaits the result), `post` (does not wait). Between messages the thread
 steps the engine, if it has work; with neither it blocks in the queue and never polls.
 
-This is one of the two places that catch every exception (the other is `api/errors.py`): whatever
-a step raises fails the rows of that engine alone, and the thread lives on. What ends the thread
+This is one of the three places that catch every exception (the others are `api/errors.py` and
+`workers/host.py`): whatever a step raises fails the rows of that engine alone, and the thread lives
+on. What ends the thread
 all the same (SystemExit, say) fails every message that waits for it, and with it ends the process
 (`workers/host.py`).
 """

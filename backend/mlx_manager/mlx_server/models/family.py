@@ -79,7 +79,8 @@ class VisionFacts:
     beginnings of the names of the tower's and the projector's tensors, in all published forms.
     placeholder: the token that stands for a picture in a template's text. written: all that the
     family's own templates write for a picture, the placeholder among it. tokens: the tokens that
-    may stand in and around a picture; in users' texts they are plain text. encoder: the
+    may stand in and around a picture, and those of other media; in users' texts they are plain
+    text. encoder: the
     `model_type` of their `vision_config`, if other checkpoints of these kinds have another.
     language: True if mlx-lm has no class for these kinds, or one that does not know transformers'
     names of tensors: the language model is built from `text_config` alone.

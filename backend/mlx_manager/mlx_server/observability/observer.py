@@ -1,4 +1,5 @@
-"""Observers of calls: spans, metrics, an audit log. All of them read the timeline of a call."""
+"""Observers of calls, which read the timeline of each: spans (`tracing`), metrics (`metrics`), and
+in `services/` the audit log (`audit`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pictures in a conversation: where they stand in the JSON of every protocol.
+"""Pictures in a conversation: where they stand in the JSON of every protocol, and how a message's
+content is put together of texts and pictures (`content_of`, `parts_of`).
 
 For a model that sees, a picture takes the place of what describes it. Other models get a line in
 its place, or the request is refused by name.

@@ -179,9 +179,10 @@ def working_line(model_id: str) -> str:
 class Ledger:
     """Reservations of the memory limit, by line: `lines + MLX's buffer cache <= limit`.
 
-    Lines are named by their holders: `weights:<model>`, `pages:<model>`, `working:<model>`. The
-    last kind is the working memory of steps, which is in the buffer cache between steps. So only
-    the part of the cache beyond these lines counts.
+    Lines are named by their holders: `weights:<model>`, `pages:<model>`, `states:<model>` and
+    `snapshots:<model>` of recurrent layers, `images:<model>` (pictures' features, and what their
+    tower works on), `working:<model>`. The last kind is the working memory of steps, which is in
+    the buffer cache between steps. So only the part of the cache beyond these lines counts.
     The MLX thread owns the ledger: only there may `reserve`, `record` and relief run, since relief
     frees arrays. `available` and `figures` may be read from any thread.
 

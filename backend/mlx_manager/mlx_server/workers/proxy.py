@@ -1,4 +1,4 @@
-"""A loaded model as the server sees it: what it answers is asked of its worker."""
+"""A loaded model as the server sees it, a `core.Backend`: `worker` does all the asking."""
 
 from __future__ import annotations
 

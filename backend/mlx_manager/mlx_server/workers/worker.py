@@ -1,4 +1,5 @@
-"""The server's side of a worker: its questions, its news, its end."""
+"""The server's side of a worker: its questions, its news, its end. Everything between the two goes
+through here; `proxy` is its face as a `core.Backend`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from engine.rig import EventStream, HandRig, RecordingParser, Rig, Row
 from mlx_lm.utils import load_tokenizer
-from seeing import Scene, Seeing, random_features
+from seeing import Scene, SeeingFamily, random_features
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Image, Sampling
@@ -33,7 +33,7 @@ class RandomTower:
     all. broken: digests that fail, in `pixels` or in the second slice.
     """
 
-    def __init__(self, family: Seeing) -> None:
+    def __init__(self, family: SeeingFamily) -> None:
         own = family.config.get("text_config", family.config)
         self._width, self._levels = own["hidden_size"], family.levels
         self.read: list[str] = []
@@ -82,7 +82,7 @@ def picture(number: int, places: np.ndarray, grid: tuple[int, int]) -> Picture:
 class SeeingRig(HandRig):
     """A rig of a model that sees, which the test steps itself."""
 
-    def __init__(self, family: Seeing, folder: Path, **how: object) -> None:
+    def __init__(self, family: SeeingFamily, folder: Path, **how: object) -> None:
         super().__init__(make_tiny_model(folder / "m", "llama"), **how)  # type: ignore[arg-type]
         self.family = family
         self.tower = RandomTower(family)

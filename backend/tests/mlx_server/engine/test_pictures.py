@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from engine.rig import Row, alone, prompt
 from engine.seeing_rig import STAGES, SeeingRig, ThreadedSeeingRig, picture
-from seeing import FAMILIES, Scene, Seeing, reference_logits, scene
+from seeing import FAMILIES, Scene, SeeingFamily, reference_logits, scene
 
 from mlx_manager.mlx_server.core import Finished
 from mlx_manager.mlx_server.engine.pictures.numbers import ContentNumbers
@@ -27,7 +27,7 @@ def of_numbers(rig: SeeingRig, of: Scene, numbers: tuple[int, ...]) -> Scene:
     return replace(of, features=[rig.tower.features(p.image) for p in images[0]])
 
 
-def drawn(family: Seeing, model, of: Scene, limit: int) -> list[int]:
+def drawn(family: SeeingFamily, model, of: Scene, limit: int) -> list[int]:
     """What mlx-vlm's language model draws greedily after the prompt."""
     found: list[int] = []
     for _ in range(limit):

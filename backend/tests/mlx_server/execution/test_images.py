@@ -12,7 +12,7 @@ import pytest
 from devices.portable import Portable, Replayed, Traceable, TraceableWriter, plainly
 from engine.rig import prompt
 from mlx import nn
-from seeing import BASE, FAMILIES, Scene, Seeing, reference_logits, scene
+from seeing import BASE, FAMILIES, Scene, SeeingFamily, reference_logits, scene
 
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
@@ -29,7 +29,7 @@ from mlx_manager.mlx_server.execution.select import choose
 
 PAGE = 16
 
-Make = Callable[[nn.Module, Seeing], Forward]
+Make = Callable[[nn.Module, SeeingFamily], Forward]
 
 
 def not_fused(*_: object) -> Unsupported:
@@ -195,7 +195,7 @@ def test_axes_of_pairs_are_those_of_transformers() -> None:
     assert interleaved.tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
 
 
-def wide(family: Seeing) -> Seeing:
+def wide(family: SeeingFamily) -> SeeingFamily:
     """The family with heads of a size that kernels are made for."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 3}
     own = family.config.get("text_config", family.config) | sizes
@@ -228,7 +228,7 @@ def test_the_fused_decoder_of_a_card_shows_pictures(name: str) -> None:
             forward.forget(key)
 
 
-GEMMA = Seeing(
+GEMMA = SeeingFamily(
     BASE
     | {
         "model_type": "gemma3_text",

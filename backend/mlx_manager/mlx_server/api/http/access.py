@@ -1,4 +1,4 @@
-"""The outermost layer: every answer is counted and leaves a line in the log."""
+"""The layer around `errors.Boundary`: every answer is counted and leaves a line in the log."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ KEEP_ALIVE = sse.dump({"type": "keepalive"})
 
 
 def install(app: FastAPI, server: Server) -> None:
-    """Serve WebSockets as requests of `app`. To be called last, to be outermost."""
+    """Serve WebSockets as requests of `app`. To be called last: no layer is around this one."""
     app.add_middleware(WebSockets, server=server)
 
 

@@ -1,4 +1,5 @@
-"""Parts that the architectures share: their settings, sizes and attention."""
+"""Parts that the architectures of encoders share: their settings, sizes and attention. (Families of
+models that generate are declared in `models/family.py`.)"""
 
 from __future__ import annotations
 

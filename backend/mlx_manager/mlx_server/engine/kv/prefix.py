@@ -1,7 +1,10 @@
-"""Prefix index: KV pages by (parent, tokens).
+"""Prefix index: KV pages by (parent, contents).
+
+The contents of a page are its tokens, and where a picture's rows stand, the picture's number
+(`engine/pictures/numbers.py`): a negative one for each picture that differs.
 
 A page's keys and values depend on every token before it, so a page is identified by the node of
-the page before it and its own tokens, as in vLLM's automatic prefix caching. Keys are compared
+the page before it and its own contents, as in vLLM's automatic prefix caching. Keys are compared
 whole, so two prefixes are never taken for one another, whatever their hashes. Node numbers are
 never reused: the children of a forgotten page can no longer be reached, and age out. In a picture's
 places, negative numbers stand for its content (`Sequence.content`).

@@ -1,4 +1,5 @@
-"""The tower's jobs: one for each picture that rows wait for, in slices between steps."""
+"""Jobs of the tower (`vision/towers`): one for each picture that rows wait for, in slices between
+steps."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class SchedulerLimits:
 
 
 class Sight(Protocol):
-    """Pictures of sequences."""
+    """The pictures of sequences: `engine.pictures.Pictures`, as far as the scheduler knows them."""
 
     def begin(self, sequence: Sequence) -> None:
         """Find the features that an admitted sequence needs, or have them made."""

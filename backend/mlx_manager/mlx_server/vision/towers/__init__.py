@@ -1,4 +1,4 @@
-"""Towers by family, each over mlx-vlm's modules, which are imported with the tower alone."""
+"""Towers by family, each over mlx-vlm's modules or its own; mlx-vlm is imported with a tower."""
 
 from __future__ import annotations
 

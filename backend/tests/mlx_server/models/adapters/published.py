@@ -34,7 +34,11 @@ _PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 @dataclass(frozen=True)
 class Published:
-    """A template: its file, its model's type, and the texts of BOS and EOS."""
+    """A template: its file, its model's type, and the texts of BOS and EOS.
+
+    more: further special tokens. adds_bos: whether the tokenizer puts BOS
+    before a text.
+    """
 
     name: str
     model_type: str
