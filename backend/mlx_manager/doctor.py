@@ -61,10 +61,9 @@ def mlx_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("mlx", f"can't be imported: {error}", False, INSTALL_MLX)
         return
-    from mlx_manager.mlx_server.devices.attention.report import kernel_report
     from mlx_manager.mlx_server.devices.cpu.blas import HOW_TO_GET_ONE, load_fast_blas
     from mlx_manager.mlx_server.devices.cuda.graphs import keep_kernels
-    from mlx_manager.mlx_server.devices.draws.report import draw_report
+    from mlx_manager.mlx_server.devices.report import draw_report, kernel_report
 
     yield Finding("mlx", f"{installed('mlx')}, with mlx-lm {installed('mlx-lm')}")
     yield Finding("device", memory.device_name())

@@ -1,50 +1,32 @@
-"""Every GPU kernel with its check, by head size and dtype: what a report about a machine holds."""
+"""The registry of kernels: every kind that has a check of its own, for reports about a machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.devices import attention as paged
-from mlx_manager.mlx_server.devices import draws
-from mlx_manager.mlx_server.devices.attention.check import check_chunks, check_writer, self_check
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Rotary
-from mlx_manager.mlx_server.devices.attention.writer import Pools
-from mlx_manager.mlx_server.devices.cuda.attention.chunks import chunk_kernels
-from mlx_manager.mlx_server.devices.cuda.mla import latent
-from mlx_manager.mlx_server.devices.cuda.mla.check import check_latent
-from mlx_manager.mlx_server.devices.cuda.mla.shape import LatentShape
-from mlx_manager.mlx_server.devices.draws.check import self_check as check_draws
+from mlx_manager.mlx_server.devices.attention import kinds as attention
+from mlx_manager.mlx_server.devices.draws import SAMPLING
 from mlx_manager.mlx_server.devices.kernel import Unsupported
+from mlx_manager.mlx_server.devices.kinds import KernelKind, Outcome
 
-Outcome = str | Unsupported | None
-"""Outcome of a check: the text of an error, the reason for having no kernel, or None if right."""
-
-DTYPES = (mx.bfloat16, mx.float16, mx.float32)
-PAGE_SIZE = 16
-Q_HEADS, KV_HEADS = 8, 2
-ALL_FEATURES = paged.Features(window=100, softcap=30.0, sinks=True)
-HEAD_SIZES = sorted({*paged.HEAD_DIMS, 72, 112, 160, 192})
-"""Head sizes of known models: what every device's kernels serve, and what some device's do, or only
-its writer."""
-ROTATED = 16
-"""The rotated elements of a head are a multiple of this."""
-LATENT = LatentShape(
-    q_heads=4,
-    rank=512,
-    dims=64,
-    plain=128,
-    queried=768,
-    page_size=PAGE_SIZE,
-    dtype=mx.bfloat16,
-    values=128,
+KINDS: tuple[KernelKind[Any, Any], ...] = (
+    # The writer before attention, whose check writes, too.
+    attention.WRITER,
+    attention.ATTENTION,
+    attention.FEATURED,
+    attention.CHUNKS,
+    attention.LATENTS,
+    attention.EXPANSION,
+    SAMPLING,
 )
-"""DeepSeek's sizes, with few heads: the reference takes a while."""
+"""Matrix products and recurrent layers have no checks here: a load compares the whole decoder with
+the model's modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +40,10 @@ class KernelCheck:
 
 
 def kernel_checks() -> Iterator[KernelCheck]:
-    """Yield the check of every kernel that has one.
-
-    Matrix products and recurrent layers have no checks here: a load compares the whole decoder with
-    the model's modules.
-    """
-    for dtype in DTYPES:
-        # Check the writer before attention, whose check writes, too.
-        for size in HEAD_SIZES:
-            pools = Pools(KV_HEADS, size, size, dtype)
-            yield KernelCheck("page writer", size, dtype, partial(_writer, pools))
-        for size in HEAD_SIZES:
-            shape = AttentionShape(Q_HEADS, KV_HEADS, size, PAGE_SIZE, dtype)
-            rotary = Rotary(size - size % ROTATED, traditional=False, epsilon=1e-6)
-            plain = partial(_attention, shape, paged.Features(), rotary)
-            yield KernelCheck("attention", size, dtype, plain)
-            bare = partial(_attention, shape, ALL_FEATURES, None)
-            yield KernelCheck("attention with window, soft cap and sinks", size, dtype, bare)
-            if size % ROTATED == 0:
-                yield KernelCheck("prompts", size, dtype, partial(_prompts, shape))
-        yield KernelCheck("latent attention", LATENT.rank, dtype, partial(_latent, dtype))
-        yield KernelCheck("sampling", None, dtype, partial(_draws, dtype))
+    """Yield the checks of all kinds, which are run whatever was passed before."""
+    for kind in KINDS:
+        for case in kind.cases():
+            yield KernelCheck(kind.name, case.head_size, case.dtype, partial(kind.outcome, case.of))
 
 
 def reported(check: KernelCheck) -> dict[str, Any]:
@@ -118,43 +83,3 @@ def _timed(check: KernelCheck) -> _Run:
     begun = perf_counter()
     outcome = check.run()
     return _Run(outcome, perf_counter() - begun)
-
-
-def _attention(shape: AttentionShape, features: paged.Features, rotary: Rotary | None) -> Outcome:
-    found = paged.build(shape)
-    return found if isinstance(found, Unsupported) else self_check(found, features, rotary)
-
-
-def _prompts(shape: AttentionShape) -> Outcome:
-    found = chunk_kernels(shape)
-    if isinstance(found, Unsupported):
-        return found
-    wrong = []
-    for kernels in found:
-        outcome = check_chunks(kernels.of_heads(KV_HEADS))
-        if outcome is not None:
-            wrong.append(f"{kernels.tiles.name}: {outcome}")
-    return "; ".join(wrong) or None
-
-
-def _writer(pools: Pools) -> Outcome:
-    found = paged.build_writer(pools)
-    return found if isinstance(found, Unsupported) else check_writer(found.write, pools, PAGE_SIZE)
-
-
-def _latent(dtype: mx.Dtype) -> Outcome:
-    found = latent.build(replace(LATENT, dtype=dtype))
-    if isinstance(found, Unsupported):
-        return found
-    return check_latent(found, traditional=False)
-
-
-def _draws(dtype: mx.Dtype) -> Outcome:
-    found = draws.build(dtype)
-    if isinstance(found, Unsupported):
-        return found
-    try:
-        return check_draws(found, dtype)
-    except RuntimeError as error:
-        # The compiler or the driver failed.
-        return f"the kernel can't be run: {error}"

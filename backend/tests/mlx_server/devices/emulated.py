@@ -208,6 +208,11 @@ def _function(
                 pointer = f"{name}{suffix}_"
                 value = f"({view}){pointer}" if "*" in view else f"*(const {view}*){pointer}"
                 locals_.append(f"auto {name}{suffix} = {value};")
+    if index == "Index":
+        locals_ += [
+            f"const int {name}_shape_{axis} = {name}_shape[{axis}];"
+            for name, axis in ((entry.source.inputs[i], axis) for i, axis in entry.source.sizes)
+        ]
     for name, dtype in zip(entry.source.outputs, entry.outputs, strict=True):
         parameters.append(f"{types[dtype]}* {name}")
     numbers = "int gx, int gy, int gz, int tx, int ty, int tz"

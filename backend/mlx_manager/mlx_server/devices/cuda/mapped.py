@@ -15,15 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.devices.cuda.compiler.device import cuda_device
-from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel, CudaSource
 from mlx_manager.mlx_server.devices.cuda.driver import Driver
-from mlx_manager.mlx_server.devices.kernel import Kernel, KernelSource, Unsupported
+from mlx_manager.mlx_server.devices.kernel import Kernel, Size, Unsupported
 
 log = logging.getLogger(__name__)
 
@@ -43,25 +44,20 @@ TOKENS = 4096
 _PREFERRED_LOCATION, _ACCESSED_BY = 3, 5
 _HOST, _DEVICE = -1, 0
 
-TELL = KernelSource(
+_FILE = Path(__file__).with_name("mapped.cu")
+TELL = CudaSource(
     name="mapped_tell",
-    header="",
-    body=(
-        "const int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
-        "if (i < words_shape[0]) const_cast<uint32_t*>(box)[i] = words[i];\n"
-        "if (i == 0) told[0] = 0;"
-    ),
+    files=(_FILE,),
+    function="tell",
+    arguments=("words", Size("words", 0), "box", "told"),
     inputs=("words", "box"),
     outputs=("told",),
 )
-# The box's first word tells how many others there are.
-FETCH = KernelSource(
+FETCH = CudaSource(
     name="mapped_fetch",
-    header="",
-    body=(
-        "const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;\n"
-        "if (i < box[0]) words[i] = box[i + 1];"
-    ),
+    files=(_FILE,),
+    function="fetch",
+    arguments=("box", "words"),
     inputs=("box",),
     outputs=("words",),
 )

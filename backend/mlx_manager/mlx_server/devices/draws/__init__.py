@@ -7,7 +7,6 @@ depend on the platform.
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 
 import mlx.core as mx
@@ -16,24 +15,16 @@ from mlx_manager.mlx_server.devices.draws.check import self_check
 from mlx_manager.mlx_server.devices.draws.kernel import MOST_TOKENS, DrawKernel, build
 from mlx_manager.mlx_server.devices.draws.wish import Wish
 from mlx_manager.mlx_server.devices.kernel import Unsupported
+from mlx_manager.mlx_server.devices.kinds import DTYPES, Case, KernelKind, alone, checks
 
-__all__ = ["MOST_TOKENS", "DrawKernel", "Wish", "build", "checked"]
+__all__ = ["MOST_TOKENS", "SAMPLING", "DrawKernel", "Wish", "build", "checked"]
 
-log = logging.getLogger(__name__)
+SAMPLING: KernelKind[mx.Dtype, DrawKernel] = KernelKind(
+    "sampling", alone(build), self_check, lambda: (Case(None, dtype, dtype) for dtype in DTYPES)
+)
 
 
 @cache
 def checked(dtype: mx.Dtype) -> DrawKernel | Unsupported:
     """Return the kernel for logits of `dtype` on the default device, if it passes its check."""
-    kernel = build(dtype)
-    if isinstance(kernel, Unsupported):
-        return kernel
-    try:
-        wrong = self_check(kernel, dtype)
-    except RuntimeError as error:
-        # The compiler or the driver failed.
-        wrong = str(error)
-    if wrong is None:
-        return kernel
-    log.warning("tokens are not drawn by the GPU's kernel: %s", wrong)
-    return Unsupported(wrong)
+    return SAMPLING.serving(dtype, checks())

@@ -361,4 +361,34 @@ FUNCTION int draw(const GLOBAL T* logits, int vocabulary, Wishes wishes,
   return found.place >= 0 ? found.place : last;
 }
 
+// Draws for row `row` of `logits` what row `row` of `wishes`, of which there are `asked`, asks for;
+// later rows are padding. `seeds` has the lower half of each first. Metal has inputs of few elements
+// in another address space, so their types are deduced.
+template <typename T, int WARPS, int COPIES, typename Floats, typename Seeds, typename Drawn>
+FUNCTION void draw_row(const GLOBAL T* logits, int vocabulary, Floats wishes, int asked,
+                       Seeds seeds, Drawn drawn, GLOBAL unsigned* tokens,
+                       GLOBAL unsigned* following, SHARED Scratch<WARPS, COPIES>* scratch, int row,
+                       int me) {
+  if (row >= asked) {
+    if (me == 0) tokens[row] = 0;
+    return;
+  }
+  const Wide seed = Wide(seeds[2 * row + 1]) << 32 | seeds[2 * row];
+  const Wishes wished = {wishes[row * 5], bool(wishes[row * 5 + 1]), wishes[row * 5 + 2],
+                         int(wishes[row * 5 + 3]), wishes[row * 5 + 4],
+                         chance_of(seed, drawn[row])};
+  const int token = draw<T, WARPS, COPIES>(logits + long(row) * vocabulary, vocabulary, wished, scratch, me);
+  if (token >= 0) tokens[row] = token;
+  if (me == 0) following[row] = drawn[row] + 1;
+}
+
+// The most likely token alone.
+template <typename T, int WARPS, int COPIES>
+FUNCTION void best_of_row(const GLOBAL T* logits, int vocabulary, GLOBAL unsigned* tokens,
+                          SHARED Scratch<WARPS, COPIES>* scratch, unsigned number, unsigned me) {
+  const Row<T, WARPS> row = {logits + long(number) * vocabulary, vocabulary, me / 32, me % 32};
+  const int place = best_of(row, scratch).place;
+  if (me == 0) tokens[number] = place;
+}
+
 }  // namespace kernels

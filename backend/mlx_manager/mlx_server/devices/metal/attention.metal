@@ -159,13 +159,33 @@ inline float normaliser(float maximum, float sum, bool has_sink, float sink) {
   return sum > 0.0f ? factor / sum : 0.0f;
 }
 
+// `Fresh` with the types of its arrays, whatever their address spaces.
+template <typename T, int D, int GROUP, int ROTARY, bool TRADITIONAL, bool NORM, bool GATED,
+          bool VALUES, bool ALONE, typename Norm, typename Rotation>
+inline Fresh<T, D, GROUP, ROTARY, TRADITIONAL, NORM, GATED, VALUES, ALONE, Norm, Rotation> fresh(
+    const device T* qkv, Rotation rotation, Norm q_norm, Norm k_norm, float epsilon,
+    threadgroup T* newest) {
+  return {qkv, rotation, q_norm, k_norm, epsilon, newest};
+}
+
+// What the threads of `attend` share.
+template <int D, int GROUP, int SIMDGROUPS>
+struct Shared {
+  enum { ROWS = SIMDGROUPS * (32 / lanes_per_token(D)) * heads_per_block(GROUP, D) };
+  float merged[ROWS * D];
+  float figures[ROWS * 2];
+};
+
 template <typename T, int D, int GROUP, int PAGE, int SIMDGROUPS, int WINDOW, bool CAP, bool SINKS,
           bool SPLIT, typename Queries, typename Table, typename Lengths, typename Sinks>
 inline void attend(Queries queries, const device T* k_pool, const device T* v_pool, Table table,
                    Lengths lengths, const device int* items, Sinks sinks, device T* out,
-                   device float* partial, device float* partial_figures, threadgroup float* merged,
-                   threadgroup float* figures, long slots, int table_width, float scale, float cap,
-                   uint3 group, uint3 groups, int thread_index, int simdgroup, int lane) {
+                   device float* partial, device float* partial_figures,
+                   threadgroup Shared<D, GROUP, SIMDGROUPS>* shared, long slots, int table_width,
+                   float scale, float cap, uint3 group, uint3 groups, int thread_index,
+                   int simdgroup, int lane) {
+  threadgroup float* merged = shared->merged;
+  threadgroup float* figures = shared->figures;
   constexpr int HEADS = heads_per_block(GROUP, D);
   constexpr int BLOCKS = (GROUP + HEADS - 1) / HEADS;
   constexpr int LANES = lanes_per_token(D);
@@ -331,7 +351,8 @@ inline void merge_splits(const device float* partial, const device float* partia
 template <typename T, int D, int GROUP, typename Heads, typename Slots>
 inline void rotate_and_write(Heads fresh, const device T* k_pool, const device T* v_pool,
                              Slots slot_of_token, long pool_slots, int kv_heads, int tokens,
-                             device T* out, int position) {
+                             device T* out, uint3 place) {
+  const int position = int(place.x);
   constexpr int LANES = lanes_per_head(D);
   constexpr int DIMS = D / LANES;
   const int q_heads = GROUP * kv_heads;
@@ -360,7 +381,8 @@ template <typename T, int K, int V, typename Slots>
 inline void write_token(const device T* k_pool, const device T* v_pool, const device T* k,
                         const device T* v, Slots slot_of_token, long pool_slots, int tokens,
                         const constant int64_t* k_strides, const constant int64_t* v_strides,
-                        uint3 position) {
+                        uint3 position, device int* written) {
+  if (position.x + position.y == 0) written[0] = 0;
   const int widest = K > V ? K : V;
   const int head = int(position.x) / widest, d = int(position.x) % widest;
   const int row = int(position.y) / tokens, token = int(position.y) % tokens;

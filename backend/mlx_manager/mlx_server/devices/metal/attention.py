@@ -12,15 +12,8 @@ from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Leng
 from mlx_manager.mlx_server.devices.attention.launched import THREADS, LaunchedKernels
 from mlx_manager.mlx_server.devices.attention.splits import Splits, plan
 from mlx_manager.mlx_server.devices.attention.writer import Pools, Writer
-from mlx_manager.mlx_server.devices.kernel import (
-    Kernel,
-    KernelSource,
-    compiled_for_metal,
-    flag,
-    real,
-    source,
-)
-from mlx_manager.mlx_server.devices.metal.types import TYPES
+from mlx_manager.mlx_server.devices.kernel import Kernel, Name, Size, Struct
+from mlx_manager.mlx_server.devices.metal.launch import MetalSource, compiled_for_metal
 
 _SOURCE = Path(__file__).with_name("attention.metal")
 # Head sizes that are served: lanes hold a whole number of elements each.
@@ -117,66 +110,57 @@ class _Pair:
         )
 
 
-def attend_source(shape: AttentionShape, variant: Variant) -> KernelSource:
-    constants = (
-        f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {shape.page_size}, "
-        f"{SIMDGROUPS}, {variant.window or 0}, {flag(variant.softcap is not None)}, "
-        f"{flag(variant.sinks)}, {flag(variant.divided)}"
-    )
-    sets = f"{SIMDGROUPS} * (32 / kernels::lanes_per_token({shape.head_dim}))"
-    heads = f"kernels::heads_per_block({shape.group}, {shape.head_dim})"
-    element, dim = TYPES[shape.dtype], shape.head_dim
+def attend_source(shape: AttentionShape, variant: Variant) -> MetalSource:
+    dtype, dim, group = shape.dtype, shape.head_dim, shape.group
+    features = (variant.window or 0, variant.softcap is not None, variant.sinks, variant.divided)
     match variant.rotary:
         case None:
             inputs: tuple[str, ...] = ("q",)
             after: tuple[str, ...] = ("written",)
-            maker = f"kernels::Ready<{element}, {dim}, {shape.group}> queries = {{q}};\n"
+            queries = Struct(Name("Ready", (dtype, dim, group)), ("q",))
         case rotary:
             inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
-            maker = f"threadgroup {element} newest[2 * {dim}];\n{_fresh(shape, rotary, 'newest')}"
-    body = (
-        f"threadgroup float merged[{sets} * {heads} * {dim}];\n"
-        f"threadgroup float figures[{sets} * {heads} * 2];\n"
-        f"{maker}"
-        f"kernels::attend<{constants}>(queries, k_pool, v_pool, table, lengths, items, sinks, out, "
-        "partial, partial_figures, merged, figures, k_pool_shape[1], table_shape[1], "
-        f"{real(variant.scale)}, {real(variant.softcap or 1.0)}, threadgroup_position_in_grid, "
-        "threadgroups_per_grid, int(thread_index_in_threadgroup), "
-        "int(simdgroup_index_in_threadgroup), int(thread_index_in_simdgroup));"
-    )
+            queries = _fresh(shape, rotary, "newest")
     pages = ("k_pool", "v_pool", "table", "lengths", "items", "sinks")
-    return KernelSource(
+    outputs = ("out", "partial", "partial_figures")
+    return MetalSource(
         name="paged_attend",
-        header=source(_SOURCE),
-        body=body,
+        files=(_SOURCE,),
+        function="attend",
+        constants=(dtype, dim, group, shape.page_size, SIMDGROUPS, *features),
+        scratch=Name("Shared", (dim, group, SIMDGROUPS)),
+        newest=None if variant.rotary is None else (dtype, 2 * dim),
+        arguments=(
+            *(queries, *pages, *outputs, "scratch", Size("k_pool", 1), Size("table", 1)),
+            *(variant.scale, variant.softcap or 1.0),
+            *("threadgroup_position_in_grid", "threadgroups_per_grid"),
+            *("thread_index_in_threadgroup", "simdgroup_index_in_threadgroup"),
+            "thread_index_in_simdgroup",
+        ),
         inputs=(*inputs, *pages, *after),
-        outputs=("out", "partial", "partial_figures"),
+        outputs=outputs,
     )
 
 
-def _fresh(shape: AttentionShape, rotary: Rotary, newest: str) -> str:
-    """Return the source text that declares `queries`: the q/k/v projections of a step."""
-    constants = (
-        f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {rotary.dims}, "
-        f"{flag(rotary.traditional)}, {flag(rotary.epsilon is not None)}, {flag(rotary.gated)}, "
-        f"{flag(rotary.values)}, {flag(rotary.alone)}"
-    )
-    return (
-        f"kernels::Fresh<{constants}, decltype(q_norm), decltype(rotation)> queries = "
-        f"{{qkv, rotation, q_norm, k_norm, {real(rotary.epsilon or 0.0)}, {newest}}};\n"
-    )
+def _fresh(shape: AttentionShape, rotary: Rotary, newest: str | None) -> Struct:
+    """Return the q/k/v projections of a step."""
+    flags = (rotary.traditional, rotary.epsilon is not None, rotary.gated, rotary.values)
+    constants = (shape.dtype, shape.head_dim, shape.group, rotary.dims, *flags, rotary.alone)
+    given = ("qkv", "rotation", "q_norm", "k_norm", rotary.epsilon or 0.0, newest)
+    return Struct(Name("fresh", constants), given, called=True)
 
 
-def merge_source(shape: AttentionShape, *, sinks: bool) -> KernelSource:
-    constants = f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {flag(sinks)}"
-    body = (
-        f"kernels::merge_splits<{constants}>(partial, partial_figures, items, sinks, out, "
-        "threadgroup_position_in_grid, threadgroups_per_grid, int(thread_index_in_threadgroup));"
-    )
-    return KernelSource(
+def merge_source(shape: AttentionShape, *, sinks: bool) -> MetalSource:
+    return MetalSource(
         name="paged_merge",
-        header=source(_SOURCE),
-        body=body,
+        files=(_SOURCE,),
+        function="merge_splits",
+        constants=(shape.dtype, shape.head_dim, shape.group, sinks),
+        arguments=(
+            *("partial", "partial_figures", "items", "sinks", "out"),
+            *("threadgroup_position_in_grid", "threadgroups_per_grid"),
+            "thread_index_in_threadgroup",
+        ),
         inputs=("partial", "partial_figures", "items", "sinks"),
         outputs=("out",),
     )
@@ -187,34 +171,33 @@ def writer(of: Pools) -> Writer:
     return Writer(kernel, of.kv_heads * of.widest, of.widest)
 
 
-def write_source(of: Pools) -> KernelSource:
-    constants = f"{TYPES[of.dtype]}, {of.key_dim}, {of.value_dim}"
-    body = (
-        f"kernels::write_token<{constants}>(k_pool, v_pool, k, v, "
-        "slots, k_pool_shape[1], k_shape[2], k_strides, v_strides, thread_position_in_grid);\n"
-        "if (thread_position_in_grid.x + thread_position_in_grid.y == 0) written[0] = 0;"
-    )
-    return KernelSource(
+def write_source(of: Pools) -> MetalSource:
+    return MetalSource(
         name="paged_write",
-        header=source(_SOURCE),
-        body=body,
+        files=(_SOURCE,),
+        function="write_token",
+        constants=(of.dtype, of.key_dim, of.value_dim),
+        arguments=(
+            *("k_pool", "v_pool", "k", "v", "slots", Size("k_pool", 1), Size("k", 2)),
+            *("k_strides", "v_strides", "thread_position_in_grid", "written"),
+        ),
         inputs=("k_pool", "v_pool", "k", "v", "slots"),
         outputs=("written",),
     )
 
 
-def rotate_source(shape: AttentionShape, rotary: Rotary) -> KernelSource:
-    constants = f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}"
-    body = (
-        f"{_fresh(shape, rotary, 'nullptr')}"
-        f"kernels::rotate_and_write<{constants}>(queries, k_pool, v_pool, slots, k_pool_shape[1], "
-        f"{shape.kv_heads}, qkv_shape[0], out, int(thread_position_in_grid.x));"
-    )
-    return KernelSource(
+def rotate_source(shape: AttentionShape, rotary: Rotary) -> MetalSource:
+    pages = ("k_pool", "v_pool", "slots")
+    return MetalSource(
         name="paged_rotate",
-        header=source(_SOURCE),
-        body=body,
-        inputs=("qkv", "rotation", "q_norm", "k_norm", "k_pool", "v_pool", "slots"),
+        files=(_SOURCE,),
+        function="rotate_and_write",
+        constants=(shape.dtype, shape.head_dim, shape.group),
+        arguments=(
+            *(_fresh(shape, rotary, None), *pages, Size("k_pool", 1), shape.kv_heads),
+            *(Size("qkv", 0), "out", "thread_position_in_grid"),
+        ),
+        inputs=("qkv", "rotation", "q_norm", "k_norm", *pages),
         outputs=("out",),
     )
 

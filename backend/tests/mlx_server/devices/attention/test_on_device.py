@@ -13,9 +13,8 @@ from mlx_manager.mlx_server.devices.attention import (
     build,
     build_chunks,
     build_expansion,
-    check_chunks,
-    self_check,
 )
+from mlx_manager.mlx_server.devices.attention.check import check_chunks, self_check
 from mlx_manager.mlx_server.devices.cuda.mla import latent
 from mlx_manager.mlx_server.devices.cuda.mla.check import (
     check_expansion,

@@ -15,7 +15,7 @@ from mlx_manager.mlx_server.devices.attention.writer import Pools
 from mlx_manager.mlx_server.devices.draws import kernel as draws
 from mlx_manager.mlx_server.devices.kernel import KernelSource
 from mlx_manager.mlx_server.devices.metal import attention as metal
-from mlx_manager.mlx_server.devices.metal.types import TYPES
+from mlx_manager.mlx_server.devices.metal.launch import TYPES
 
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason="clang is not in .venv-clients; `make clients` installs it"

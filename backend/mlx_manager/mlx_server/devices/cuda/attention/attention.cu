@@ -547,4 +547,13 @@ __device__ __forceinline__ void write_token(const T* k_pool, const T* v_pool, co
   if (d < V) write_piece(const_cast<T*>(v_pool) + to * V, v + from * V, d);
 }
 
+// Writes all of them; `written` is what later launches wait for.
+template <typename T, int K, int V>
+__device__ __forceinline__ void write_tokens(const T* k_pool, const T* v_pool, const T* k,
+                                             const T* v, const int* slot_of_token, long pool_slots,
+                                             int heads, int tokens, int* written) {
+  write_token<T, K, V>(k_pool, v_pool, k, v, slot_of_token, pool_slots, heads, tokens);
+  if (blockIdx.x + blockIdx.y + threadIdx.x == 0) written[0] = 0;
+}
+
 }  // namespace kernels

@@ -247,4 +247,14 @@ struct ChunkRows {
   }
 };
 
+// A step's work over pages, by blocks of `WORK`, items of FIELDS numbers.
+template <typename WORK, int FIELDS, typename T>
+__device__ __forceinline__ void attend_chunks(const T* q, const T* k_pool, const T* v_pool,
+                                              const int* table, const int* items, long slots,
+                                              int table_width, const ChunkResults<T>& results,
+                                              const float* sinks, float scale, float cap) {
+  WORK work(ChunkItem(items + blockIdx.y * FIELDS), k_pool, v_pool, table, slots, table_width);
+  work.run(q, results, sinks, scale, cap);
+}
+
 }  // namespace kernels

@@ -12,7 +12,6 @@ from mlx_manager.mlx_server.devices.cuda.attention.decode import HEADS_SOURCE
 from mlx_manager.mlx_server.devices.cuda.compiler.device import (
     DEVICE_SOURCE,
     RESERVED_PER_BLOCK,
-    TYPES,
     CudaDevice,
 )
 from mlx_manager.mlx_server.devices.cuda.compiler.hopper import (
@@ -21,7 +20,7 @@ from mlx_manager.mlx_server.devices.cuda.compiler.hopper import (
     GroupProduct,
     instructions,
 )
-from mlx_manager.mlx_server.devices.kernel import flag, source
+from mlx_manager.mlx_server.devices.kernel import Constant, Name
 
 _ROWS_SOURCES = (
     DEVICE_SOURCE,
@@ -65,12 +64,13 @@ class WarpTiles:
         memory = self.shared_memory(shape) + RESERVED_PER_BLOCK
         return device.multiprocessors * max(device.multiprocessor_memory // memory, 1)
 
-    def header(self, shape: AttentionShape) -> str:
-        return source(*_ROWS_SOURCES, _SOURCE)
+    def files(self, shape: AttentionShape) -> tuple[Path | str, ...]:
+        return *_ROWS_SOURCES, _SOURCE
 
-    def work(self, shape: AttentionShape, variant: Variant) -> str:
+    def work(self, shape: AttentionShape, variant: Variant) -> Name:
         """The type that does a block's work."""
-        return f"AttendChunk<{_shared(shape)}, {self.warps}, {self.tokens}, {_options(variant)}>"
+        sizes = (self.warps, self.tokens)
+        return Name("AttendChunk", (*_shared(shape), *sizes, *_options(variant)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +111,19 @@ class GroupTiles:
         """Blocks that run at a time: registers leave room for one on a multiprocessor."""
         return device.multiprocessors
 
-    def header(self, shape: AttentionShape) -> str:
+    def files(self, shape: AttentionShape) -> tuple[Path | str, ...]:
         products = (
             GroupProduct(self.tokens),
             GroupProduct(shape.head_dim, a_in_registers=True, across=True),
         )
-        device = source(DEVICE_SOURCE) + instructions(products) + source(HOPPER_SOURCE)
-        return device + source(*_ROWS_SOURCES[1:], _GROUPS_SOURCE)
+        device = (DEVICE_SOURCE, instructions(products), HOPPER_SOURCE)
+        return *device, *_ROWS_SOURCES[1:], _GROUPS_SOURCE
 
-    def work(self, shape: AttentionShape, variant: Variant) -> str:
+    def work(self, shape: AttentionShape, variant: Variant) -> Name:
         """The type that does a block's work."""
-        form = f"{self.groups}, {self.tokens}, {self.stages}"
-        return (
-            f"AttendChunkInGroups<{_shared(shape)}, {form}, {_options(variant)}, {shape.head_dim}>"
-        )
+        sizes = (self.groups, self.tokens, self.stages)
+        constants = (*_shared(shape), *sizes, *_options(variant), shape.head_dim)
+        return Name("AttendChunkInGroups", constants)
 
 
 Tiles = WarpTiles | GroupTiles
@@ -135,12 +134,12 @@ def blocks_of(tiles: Tiles, shape: AttentionShape, device: CudaDevice) -> Blocks
     return Blocks(tiles.rows // shape.group, tiles.tokens, shape.kv_heads, at_once)
 
 
-def _shared(shape: AttentionShape) -> str:
-    return f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {shape.page_size}"
+def _shared(shape: AttentionShape) -> tuple[Constant, ...]:
+    return shape.dtype, shape.head_dim, shape.group, shape.page_size
 
 
-def _options(variant: Variant) -> str:
-    return f"{variant.window or 0}, {flag(variant.softcap is not None)}, {flag(variant.sinks)}"
+def _options(variant: Variant) -> tuple[Constant, ...]:
+    return variant.window or 0, variant.softcap is not None, variant.sinks
 
 
 def _in_groups(head_dim: int) -> GroupTiles:

@@ -25,9 +25,9 @@ from mlx_manager.mlx_server.devices.cuda.attention.chunk_tiles import (
     blocks_of,
     tiles_for,
 )
-from mlx_manager.mlx_server.devices.cuda.compiler.device import TYPES, CudaDevice, device_for
-from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
-from mlx_manager.mlx_server.devices.kernel import Kernel, KernelSource, Unsupported, real
+from mlx_manager.mlx_server.devices.cuda.compiler.device import CudaDevice, device_for
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel, CudaSource
+from mlx_manager.mlx_server.devices.kernel import Kernel, Name, Size, Struct, Unsupported
 
 # Most elements of a head: a tile's output is kept in registers, up to 128 of a thread.
 MOST_DIM = 256
@@ -105,19 +105,18 @@ class ChunkKernels:
         return self._kernels[variant]
 
 
-def chunk_source(shape: AttentionShape, form: Tiles, variant: Variant) -> KernelSource:
-    numbers = f"{real(variant.scale)}, {real(variant.softcap or 1.0)}"
-    body = (
-        f"kernels::ChunkResults<{TYPES[shape.dtype]}> results = "
-        "{out, partial, figures, arrivals};\n"
-        f"kernels::{form.work(shape, variant)} work(kernels::ChunkItem(items + blockIdx.y * "
-        f"{FIELDS}), k_pool, v_pool, table, k_pool_shape[1], table_shape[1]);\n"
-        f"work.run(q, results, sinks, {numbers});"
-    )
-    return KernelSource(
+def chunk_source(shape: AttentionShape, form: Tiles, variant: Variant) -> CudaSource:
+    results = Name("ChunkResults", (shape.dtype,))
+    return CudaSource(
         name="paged_chunks",
-        header=form.header(shape),
-        body=body,
+        files=form.files(shape),
+        function="attend_chunks",
+        constants=(form.work(shape, variant), FIELDS),
+        arguments=(
+            *("q", "k_pool", "v_pool", "table", "items", Size("k_pool", 1), Size("table", 1)),
+            Struct(results, ("out", "partial", "figures", "arrivals")),
+            *("sinks", variant.scale, variant.softcap or 1.0),
+        ),
         inputs=("q", "k_pool", "v_pool", "table", "items", "sinks", "arrivals", "written"),
         outputs=("out", "partial", "figures"),
         shared_memory=form.shared_memory(shape),

@@ -23,18 +23,18 @@ from mlx_manager.mlx_server.devices.attention.writer import Pools, Writer
 from mlx_manager.mlx_server.devices.cuda.compiler.device import (
     DEVICE_SOURCE,
     RESERVED_PER_BLOCK,
-    TYPES,
     CudaDevice,
     device_for,
 )
-from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel, CudaSource
 from mlx_manager.mlx_server.devices.kernel import (
+    Argument,
+    Constant,
     Kernel,
-    KernelSource,
+    Name,
+    Size,
+    Struct,
     Unsupported,
-    flag,
-    real,
-    source,
 )
 
 HEADS_SOURCE = Path(__file__).with_name("heads.cu")
@@ -255,45 +255,55 @@ def _seen(lengths: Lengths, window: int | None) -> npt.NDArray[np.integer]:
     return np.asarray(lengths) if window is None else np.minimum(lengths, window)
 
 
-def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -> KernelSource:
-    constants = (
-        f"{TYPES[shape.dtype]}, {shape.head_dim}, {shape.group}, {shape.page_size}, "
-        f"{launch.warps}, {launch.stages}, {variant.window or 0}, "
-        f"{flag(variant.softcap is not None)}, {flag(variant.sinks)}"
+def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -> CudaSource:
+    dtype = shape.dtype
+    work = Name(
+        "Attend",
+        (
+            *(dtype, shape.head_dim, shape.group, shape.page_size, launch.warps, launch.stages),
+            *(variant.window or 0, variant.softcap is not None, variant.sinks),
+        ),
     )
-    element = TYPES[shape.dtype]
-    numbers = f"{real(variant.scale)}, {real(variant.softcap or 1.0)}"
+    given: Argument
     match variant.rotary:
         case None:
+            function, given = "run", "q"
+            options: tuple[Constant, ...] = ()
             inputs: tuple[str, ...] = ("q",)
             after: tuple[str, ...] = ("written",)
-            call = f"work.run(q, pages, results, sinks, {numbers});"
-        case Rotary(dims, traditional, epsilon, gated, values):
+        case rotary:
+            function, given = "run_fused", _fresh(shape, rotary)
             inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
-            options = (
-                f"{dims}, {flag(traditional)}, {flag(epsilon is not None)}, {flag(gated)}, "
-                f"{flag(values)}, {launch.fresh}"
-            )
-            call = (
-                f"kernels::Fresh<{element}> fresh = {{qkv, rotation, q_norm, k_norm, "
-                f"{real(epsilon or 0.0)}}};\n"
-                f"work.run_fused<{options}>(fresh, pages, results, sinks, {numbers});"
-            )
-    body = (
-        f"kernels::Pages<{element}> pages = {{k_pool, v_pool, table, lengths, items, "
-        "k_pool_shape[1], table_shape[1]};\n"
-        f"kernels::Results<{element}> results = {{out, partial, partial_figures, arrivals}};\n"
-        f"kernels::Attend<{constants}> work;\n{call}"
-    )
+            options = (*_kind(rotary), launch.fresh)
     pages = ("k_pool", "v_pool", "table", "lengths", "items", "sinks", "arrivals")
-    return KernelSource(
+    sizes = (Size("k_pool", 1), Size("table", 1))
+    return CudaSource(
         name="paged_attend",
-        header=source(DEVICE_SOURCE, HEADS_SOURCE, _SOURCE),
-        body=body,
+        files=(DEVICE_SOURCE, HEADS_SOURCE, _SOURCE),
+        within=work,
+        made=True,
+        function=function,
+        constants=options,
+        arguments=(
+            given,
+            Struct(Name("Pages", (dtype,)), (*pages[:5], *sizes)),
+            Struct(Name("Results", (dtype,)), ("out", "partial", "partial_figures", "arrivals")),
+            *("sinks", variant.scale, variant.softcap or 1.0),
+        ),
         inputs=(*inputs, *pages, *after),
         outputs=("out", "partial", "partial_figures"),
         shared_memory=launch.shared_memory,
     )
+
+
+def _kind(rotary: Rotary) -> tuple[Constant, ...]:
+    normed = rotary.epsilon is not None
+    return rotary.dims, rotary.traditional, normed, rotary.gated, rotary.values
+
+
+def _fresh(shape: AttentionShape, rotary: Rotary) -> Struct:
+    kind = Name("Fresh", (shape.dtype,))
+    return Struct(kind, ("qkv", "rotation", "q_norm", "k_norm", rotary.epsilon or 0.0))
 
 
 def writer(of: Pools) -> Writer:
@@ -303,41 +313,32 @@ def writer(of: Pools) -> Writer:
     return Writer(kernel, threads, THREADS)
 
 
-def write_source(of: Pools) -> KernelSource:
-    constants = f"{TYPES[of.dtype]}, {of.key_dim}, {of.value_dim}"
-    body = (
-        f"kernels::write_token<{constants}>(k_pool, v_pool, k, v, "
-        "slots, k_pool_shape[1], k_shape[1], k_shape[2]);\n"
-        "if (blockIdx.x + blockIdx.y + threadIdx.x == 0) written[0] = 0;"
-    )
-    return KernelSource(
+def write_source(of: Pools) -> CudaSource:
+    return CudaSource(
         name="paged_write",
-        header=source(DEVICE_SOURCE, HEADS_SOURCE, _SOURCE),
-        body=body,
+        files=(DEVICE_SOURCE, HEADS_SOURCE, _SOURCE),
+        function="write_tokens",
+        constants=(of.dtype, of.key_dim, of.value_dim),
+        arguments=(
+            *("k_pool", "v_pool", "k", "v", "slots"),
+            *(Size("k_pool", 1), Size("k", 1), Size("k", 2), "written"),
+        ),
         inputs=("k_pool", "v_pool", "k", "v", "slots"),
         outputs=("written",),
     )
 
 
-def rotate_source(shape: AttentionShape, rotary: Rotary) -> KernelSource:
-    element = TYPES[shape.dtype]
-    normed, kv_heads = rotary.epsilon is not None, 0 if rotary.alone else shape.kv_heads
-    constants = (
-        f"{element}, {shape.head_dim}, {shape.q_heads}, {kv_heads}, {_lanes(shape)}, "
-        f"{HEADS_EACH}, {rotary.dims}, {flag(rotary.traditional)}, {flag(normed)}, "
-        f"{flag(rotary.gated)}, {flag(rotary.values)}"
-    )
-    body = (
-        f"kernels::Fresh<{element}> fresh = {{qkv, rotation, q_norm, k_norm, "
-        f"{real(rotary.epsilon or 0.0)}}};\n"
-        f"kernels::RotateAndWrite<{constants}>::run(fresh, k_pool, v_pool, slots, "
-        "k_pool_shape[1], qkv_shape[0], queries);"
-    )
-    return KernelSource(
+def rotate_source(shape: AttentionShape, rotary: Rotary) -> CudaSource:
+    kv_heads = 0 if rotary.alone else shape.kv_heads
+    sizes = (shape.head_dim, shape.q_heads, kv_heads, _lanes(shape), HEADS_EACH)
+    pages = ("k_pool", "v_pool", "slots")
+    return CudaSource(
         name="paged_rotate",
-        header=source(DEVICE_SOURCE, HEADS_SOURCE),
-        body=body,
-        inputs=("qkv", "rotation", "q_norm", "k_norm", "k_pool", "v_pool", "slots"),
+        files=(DEVICE_SOURCE, HEADS_SOURCE),
+        within=Name("RotateAndWrite", (shape.dtype, *sizes, *_kind(rotary))),
+        function="run",
+        arguments=(_fresh(shape, rotary), *pages, Size("k_pool", 1), Size("qkv", 0), "queries"),
+        inputs=("qkv", "rotation", "q_norm", "k_norm", *pages),
         outputs=("queries",),
     )
 

@@ -10,15 +10,15 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.devices.cuda.attention.decode import MOST_QUERIES
 from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, device_for
-from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel, CudaSource
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Packed, Weight, arrays_of
 from mlx_manager.mlx_server.devices.kernel import (
     Kernel,
-    KernelSource,
+    Maybe,
+    Name,
+    Size,
+    Struct,
     Unsupported,
-    flag,
-    real,
-    source,
 )
 
 THREADS = 256
@@ -142,40 +142,27 @@ def opening_source(
     scale: float | None = None,
     *,
     shifted: bool = False,
-) -> KernelSource:
+) -> CudaSource:
     """Return the kernel's source. shifted: it takes shifts of the rows' positions."""
-    scaled = flag(scale is not None)
+    scaled, dtype = scale is not None, embeddings.dtype
     if isinstance(embeddings, Packed):
         parts: tuple[str, ...] = ("embeddings", "scales", "biases")
-        bits, group = embeddings.bits, embeddings.group_size
-        width = f"embeddings_shape[1] * {32 // bits}"
-        groups = f"(long)tokens[row] * (width / {group})"
-        embed = (
-            f"kernels::embed_packed<{bits}, {group}, {scaled}>(embeddings + (long)tokens[row] * "
-            f"embeddings_shape[1], scales + {groups}, biases + {groups}, width, "
-        )
+        kind = Name("PackedEmbeddings", (scaled, dtype, embeddings.bits, embeddings.group_size))
+        width = Size("embeddings", 1, times=32 // embeddings.bits)
     else:
-        parts, width = ("embeddings",), "embeddings_shape[1]"
-        embed = f"kernels::embed<{scaled}>(embeddings + (long)tokens[row] * width, width, "
-    body = (
-        f"const int row = blockIdx.x, width = {width};\n"
-        f"{embed}{real(1.0 if scale is None else scale)}, hidden + (long)row * width);\n"
-        "const int position = before[row];\n"
-        "if (threadIdx.x == 0)\n"
-        "const_cast<int*>(lengths)[row] = following[row] = position > 0 ? position + 1 : 0;\n"
-    )
-    turned = "position + shifts[row]" if shifted else "position"
-    for i, turning in enumerate(turnings):
-        body += (
-            f"kernels::turn<{turning.dims}, {flag(turning.traditional)}>({turned}, "
-            f"frequencies_{i}, {real(turning.amplitude)}, "
-            f"const_cast<float*>(rotation_{i}) + (long)row * {turning.dims});\n"
-        )
+        parts, width = ("embeddings",), Size("embeddings", 1)
+        kind = Name("Embeddings", (scaled, dtype))
     kinds = range(len(turnings))
-    return KernelSource(
+    return CudaSource(
         name="paged_opening_shifted" if shifted else "paged_opening",
-        header=source(DEVICE_SOURCE, _SOURCE),
-        body=body,
+        files=(DEVICE_SOURCE, _SOURCE),
+        function="open_step",
+        constants=(shifted,),
+        arguments=(
+            *("tokens", "before", Maybe("shifts"), Struct(kind, parts), width),
+            *(1.0 if scale is None else float(scale), "hidden", "following", "lengths"),
+            *(_turned(i, turning) for i, turning in enumerate(turnings)),
+        ),
         inputs=(
             "tokens",
             "before",
@@ -187,3 +174,8 @@ def opening_source(
         ),
         outputs=("hidden", "following"),
     )
+
+
+def _turned(i: int, turning: Turning) -> Struct:
+    kind = Name("Turned", (turning.dims, turning.traditional))
+    return Struct(kind, (f"frequencies_{i}", f"rotation_{i}", turning.amplitude))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
 
 from mlx_manager.mlx_server.devices.cuda.compiler.fatbin import fatbin
 from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import CompiledCode, nvrtc
-from mlx_manager.mlx_server.devices.cuda.graphs import architecture, cache_folder
+from mlx_manager.mlx_server.devices.cuda.graphs import architecture
+from mlx_manager.mlx_server.devices.kept import Kept
 from mlx_manager.mlx_server.devices.kernel import KernelSource
 
 C = TypeVar("C", bound=Hashable)
@@ -45,17 +46,40 @@ OLDEST_WITH_OWN_CODE = 90
 """First architecture whose newest instructions are for that architecture alone: sm_90a."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaSource(KernelSource):
+    """Declaration of a kernel in CUDA C++.
+
+    shared_memory: bytes. bounds: threads of a block, and blocks that are to run at a time on a
+    multiprocessor. With more than 256 threads each thread has fewer registers than the 255 that the
+    compiler assumes without bounds.
+    """
+
+    shared_memory: int = 0
+    bounds: tuple[int, int] | None = None
+
+    types: ClassVar[Mapping[Any, str]] = C_TYPES
+    places: ClassVar[frozenset[str]] = frozenset({"blockIdx.x", "threadIdx.x", "scratch"})
+
+    def size(self, of: str, axis: int) -> str:
+        return f"{of}_shape_{axis}"
+
+    def _shared(self) -> str:
+        if self.scratch is None:
+            return ""
+        return f"auto* scratch = kernels::shared_by_block<{self._constant(self.scratch)}>();\n"
+
+
 class CudaKernel:
     """A kernel that is called as those of `mx.fast.cuda_kernel` are.
 
-    Code is compiled for the types of a launch when they differ from those of the launch before. In
-    the source, `NAME_shape[I]` is a dimension of the input NAME.
+    Code is compiled for the types of a launch when they differ from those of the launch before.
     """
 
-    def __init__(self, source: KernelSource, *, ensure_row_contiguous: bool = True) -> None:
+    def __init__(self, source: CudaSource, *, ensure_row_contiguous: bool = True) -> None:
         self._source = source
         self._contiguous = ensure_row_contiguous
-        self._dimensions = dimensions(source)
+        self._sizes = source.sizes
         self._types: Types = [], []
         self._name = ""
         self._code = b""
@@ -85,7 +109,7 @@ class CudaKernel:
             inputs=inputs,
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
-            scalars=[inputs[place].shape[axis] for place, axis in self._dimensions],
+            scalars=[inputs[place].shape[axis] for place, axis in self._sizes],
             grid=grid,
             threadgroup=threadgroup,
             shared_memory=self._source.shared_memory,
@@ -100,7 +124,7 @@ class CudaKernels:
         self._dtype = dtype
         self._kernels: dict[tuple[object, Hashable], CudaKernel] = {}
 
-    def __call__(self, text: Callable[[mx.Dtype, C], KernelSource], constants: C) -> CudaKernel:
+    def __call__(self, text: Callable[[mx.Dtype, C], CudaSource], constants: C) -> CudaKernel:
         """Return the kernel. text: function that returns its source for a type and constants."""
         key = (text, constants)
         if key not in self._kernels:
@@ -108,38 +132,24 @@ class CudaKernels:
         return self._kernels[key]
 
 
-def dimensions(source: KernelSource) -> list[tuple[int, int]]:
-    """Return the dimensions that the kernel's body reads: an input's place, and its axis."""
-    found = []
-    for place, name in enumerate(source.inputs):
-        axes = re.findall(rf"\b{name}_shape\[(\d+)\]", source.body)
-        found += [(place, axis) for axis in sorted(set(map(int, axes)))]
-    return found
-
-
-def text_of(source: KernelSource, types: Types) -> tuple[str, str]:
+def text_of(source: CudaSource, types: Types) -> tuple[str, str]:
     """Return the name of the kernel for these types, and its text in CUDA C++.
 
-    Parameters: pointers to the inputs, to the outputs, then the dimensions that the body reads.
+    Parameters: pointers to the inputs, to the outputs, then the dimensions that are arguments.
     """
     inputs, outputs = types
     parameters = [
         *(f"const {C_TYPES[t]}* {n}" for n, t in zip(source.inputs, inputs, strict=True)),
         *(f"{C_TYPES[t]}* {n}" for n, t in zip(source.outputs, outputs, strict=True)),
+        *(f"int {source.size(source.inputs[place], axis)}" for place, axis in source.sizes),
     ]
-    body = source.body
-    for place, axis in dimensions(source):
-        shape = f"{source.inputs[place]}_shape"
-        parameters.append(f"int {shape}_{axis}")
-        body = re.sub(rf"\b{shape}\[{axis}\]", f"{shape}_{axis}", body)
     bounds = "" if source.bounds is None else f"__launch_bounds__{source.bounds} "
-    text = (
-        f"{PREAMBLE}{source.header}"
-        f'extern "C" __global__ void {bounds}NAME({", ".join(parameters)}) {{\n{body}\n}}\n'
-    )
+    before = f'{PREAMBLE}{source.header}extern "C" __global__ void {bounds}'
+    after = f"({', '.join(parameters)}) {{\n{source.body}\n}}\n"
     # MLX keeps a kernel by its name alone, so the name must change with the text.
-    name = f"{source.name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    return name, text.replace("void " + bounds + "NAME(", f"void {bounds}{name}(")
+    digest = hashlib.sha256(f"{before}{after}".encode()).hexdigest()
+    name = f"{source.name}_{digest[:16]}"
+    return name, f"{before}{name}{after}"
 
 
 @cache
@@ -149,12 +159,7 @@ def compiled_code() -> CompiledCode:
     Raises:
         RuntimeError: there is no compiler.
     """
-    try:
-        folder = cache_folder() / "kernels"
-    except RuntimeError:
-        # There is no home to keep anything in.
-        folder = None
-    return CompiledCode(nvrtc(), folder, fatbin())
+    return CompiledCode(nvrtc(), Kept.in_cache("kernels"), fatbin())
 
 
 @cache

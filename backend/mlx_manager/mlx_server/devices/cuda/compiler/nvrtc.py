@@ -13,7 +13,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import tempfile
 import time
 from contextlib import suppress
 from functools import cache, cached_property
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from mlx_manager.mlx_server.devices.cuda.compiler.fatbin import Fatbin
 from mlx_manager.mlx_server.devices.cuda.compiler.packages import folders_of
+from mlx_manager.mlx_server.devices.kept import Kept
 
 log = logging.getLogger(__name__)
 
@@ -105,12 +105,12 @@ class NVRTC:
 class CompiledCode:
     """Machine code on disk, by its text, compiler and architecture.
 
-    folder: folder of the files; None to keep nothing. fatbin: compresses code, if there is one.
+    kept: the files. fatbin: compresses code, if there is one.
     """
 
-    def __init__(self, compiler: NVRTC, folder: Path | None, fatbin: Fatbin | None = None) -> None:
+    def __init__(self, compiler: NVRTC, kept: Kept, fatbin: Fatbin | None = None) -> None:
         self._compiler = compiler
-        self._folder = folder
+        self._kept = kept
         self._fatbin = fatbin
 
     def of(self, text: str, architecture: str) -> bytes:
@@ -122,44 +122,15 @@ class CompiledCode:
         kind = "cubin" if self._fatbin is None else "fatbin"
         parts = (kind, self._compiler.version, architecture, text)
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-        code = self._read(key)
+        code = self._kept.read(key)
         if code is None:
             begun = time.perf_counter()
             code = self._compiler.compile(text, architecture)
             if self._fatbin is not None:
                 code = self._fatbin.compressed(code, architecture)
             log.debug("A kernel was compiled in %.0f ms", 1000 * (time.perf_counter() - begun))
-            self._write(key, code)
+            self._kept.write(key, code)
         return code
-
-    def _read(self, key: str) -> bytes | None:
-        """Return the code that is kept; None if there is none, or if its digest does not match."""
-        if self._folder is None:
-            return None
-        try:
-            packed = (self._folder / key).read_bytes()
-        except OSError:
-            return None
-        digest, code = packed[:32], packed[32:]
-        return code if hashlib.sha256(code).digest() == digest else None
-
-    def _write(self, key: str, code: bytes) -> None:
-        """Write a file as a whole, since other processes read the same folder."""
-        if self._folder is None:
-            return
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._folder, prefix=".new-")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(hashlib.sha256(code).digest() + code)
-                Path(name).replace(self._folder / key)
-            except OSError:
-                with suppress(OSError):
-                    Path(name).unlink()
-                raise
-        except OSError as error:
-            log.debug("Compiled kernels are not kept: %s", error)
 
 
 @cache

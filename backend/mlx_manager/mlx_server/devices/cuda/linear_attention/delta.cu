@@ -542,6 +542,14 @@ struct Delta {
     }
   };
 
+  // All spans of a step; `written` is what later launches wait for.
+  __device__ static void chunks(const T* convolved, const T* relations, const float* figures,
+                                const T* heads, int width, const int* spans, const T* ring,
+                                const float* states, T* y, int* written) {
+    chunk(convolved, relations, figures, heads, width, spans, ring, states, y);
+    if (blockIdx.x + blockIdx.y + threadIdx.x == 0) written[0] = 0;
+  }
+
   // 16 rows of the matrix, as tensor cores add to them.
   using State = float[TILES][4];
 
@@ -728,8 +736,9 @@ struct Delta {
   }
 
   // A slot's content, one after another by all threads.
-  __device__ static void restore(const T* kept_ring, const float* kept_state, long slot,
-                                 const T* ring, const float* states) {
+  __device__ static void restore(const T* kept_ring, const float* kept_state, const int* slots,
+                                 const T* ring, const float* states, int* written) {
+    const long slot = slots[0];
     constexpr long INPUTS = S::TAPS * S::CHANNELS;
     constexpr long STATE = (long)S::VALUE_HEADS * S::VALUE_DIM * S::KEY_DIM;
     const long thread = (long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -738,6 +747,7 @@ struct Delta {
       const_cast<T*>(ring)[slot * INPUTS + i] = kept_ring[i];
     for (long i = thread; i < STATE; i += threads)
       const_cast<float*>(states)[slot * STATE + i] = kept_state[i];
+    if (blockIdx.x + threadIdx.x == 0) written[0] = 0;
   }
 };
 

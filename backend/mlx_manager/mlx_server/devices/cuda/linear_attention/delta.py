@@ -11,16 +11,17 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_manager.mlx_server.devices.cuda.attention.decode import MOST_QUERIES
-from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, TYPES, device_for
-from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
+from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, device_for
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel, CudaSource
 from mlx_manager.mlx_server.devices.cuda.mapped import send
 from mlx_manager.mlx_server.devices.kernel import (
+    Argument,
+    Constant,
     Kernel,
-    KernelSource,
+    Name,
+    Size,
+    Struct,
     Unsupported,
-    flag,
-    real,
-    source,
 )
 from mlx_manager.mlx_server.devices.states import (
     DeltaShape,
@@ -29,7 +30,7 @@ from mlx_manager.mlx_server.devices.states import (
     StateStore,
 )
 
-_SOURCE = Path(__file__).with_name("delta.cu")
+_FILE = Path(__file__).with_name("delta.cu")
 DIMS = (32, 64, 128, 256)
 TAPS = (2, 4, 8)
 RELATE_WARPS = 4
@@ -259,102 +260,101 @@ def _arrays(weights: DeltaWeights) -> list[mx.array]:
     return [weights.convolution, weights.rates, weights.offsets, weights.norm]
 
 
-def _delta(shape: DeltaShape) -> str:
-    sizes = (
-        f"{shape.key_heads}, {shape.value_heads}, {shape.key_dim}, {shape.value_dim}, {shape.taps}"
-    )
-    shaped = f"kernels::DeltaShape<{TYPES[shape.dtype]}, {sizes}, {flag(shape.grouped)}>"
-    return f"kernels::Delta<{shaped}>::"
+def _weights(shape: DeltaShape, convolution: str | None, norm: str | None) -> Struct:
+    kind = Name("DeltaWeights", (shape.dtype,))
+    return Struct(kind, (convolution, "rates", "offsets", norm, shape.epsilon))
 
 
-def _weights(shape: DeltaShape, convolution: str, norm: str) -> str:
-    given = f"{convolution}, rates, offsets, {norm}, {real(shape.epsilon)}"
-    return f"const kernels::DeltaWeights<{TYPES[shape.dtype]}> weights = {{{given}}};\n"
-
-
-def _text(  # noqa: PLR0917
-    name: str,
-    body: str,
+def _source(  # noqa: PLR0917
+    shape: DeltaShape,
+    function: str,
+    constants: tuple[Constant, ...],
+    arguments: tuple[Argument, ...],
     inputs: tuple[str, ...],
     outputs: tuple[str, ...] = ("out",),
     threads: int = THREADS,
     shared_memory: int = 0,
-) -> KernelSource:
-    header = source(DEVICE_SOURCE, _SOURCE)
-    return KernelSource(name, header, body, inputs, outputs, shared_memory, (threads, 1))
-
-
-def step_source(shape: DeltaShape, form: StepForm) -> KernelSource:
-    body = (
-        f"{_weights(shape, 'convolution', 'norm')}"
-        f"{_delta(shape)}step<{form.warps}, {form.splits}, {flag(shape.rounded)}>(heads, "
-        "heads_shape[1], lengths, slots, weights, ring, states, arrivals, out);"
+) -> CudaSource:
+    """Return the declaration of a kernel that calls a function of the class `Delta`."""
+    heads = (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim)
+    sizes = Name("DeltaShape", (shape.dtype, *heads, shape.taps, shape.grouped))
+    return CudaSource(
+        name=f"delta_{function}",
+        files=(DEVICE_SOURCE, _FILE),
+        within=Name("Delta", (sizes,)),
+        function=function,
+        constants=constants,
+        arguments=arguments,
+        inputs=inputs,
+        outputs=outputs,
+        shared_memory=shared_memory,
+        bounds=(threads, 1),
     )
-    return _text(
-        "delta_step",
-        body,
-        (
-            *("heads", "lengths", "slots"),
-            *("convolution", "rates", "offsets", "norm", "ring", "states", "arrivals"),
-        ),
+
+
+def step_source(shape: DeltaShape, form: StepForm) -> CudaSource:
+    weights = _weights(shape, "convolution", "norm")
+    pool = ("ring", "states", "arrivals")
+    return _source(
+        shape,
+        "step",
+        (form.warps, form.splits, shape.rounded),
+        ("heads", Size("heads", 1), "lengths", "slots", weights, *pool, "out"),
+        ("heads", "lengths", "slots", "convolution", "rates", "offsets", "norm", *pool),
         threads=form.warps * 32,
         shared_memory=4 * (2 * shape.key_dim + shape.value_dim // form.splits + shape.value_dim),
     )
 
 
-def convolve_source(shape: DeltaShape) -> KernelSource:
-    body = (
-        f"{_delta(shape)}convolve(heads, heads_shape[1], pieces, pieces_shape[0], convolution, "
-        "ring, out);"
+def convolve_source(shape: DeltaShape) -> CudaSource:
+    sizes = (Size("heads", 1), Size("pieces", 0))
+    return _source(
+        shape,
+        "convolve",
+        (),
+        ("heads", sizes[0], "pieces", sizes[1], "convolution", "ring", "out"),
+        ("heads", "pieces", "convolution", "ring"),
     )
-    return _text("delta_convolve", body, ("heads", "pieces", "convolution", "ring"))
 
 
-def relate_source(shape: DeltaShape) -> KernelSource:
-    body = (
-        f"{_weights(shape, 'nullptr', 'nullptr')}"
-        f"{_delta(shape)}relate<{flag(shape.rounded)}>(convolved, heads, heads_shape[1], pieces, "
-        "pieces_shape[0], weights, relations, figures);"
-    )
-    return _text(
-        "delta_relate",
-        body,
+def relate_source(shape: DeltaShape) -> CudaSource:
+    outputs, sizes = ("relations", "figures"), (Size("heads", 1), Size("pieces", 0))
+    weights = _weights(shape, None, None)
+    return _source(
+        shape,
+        "relate",
+        (shape.rounded,),
+        ("convolved", "heads", sizes[0], "pieces", sizes[1], weights, *outputs),
         ("convolved", "heads", "pieces", "rates", "offsets"),
-        outputs=("relations", "figures"),
+        outputs=outputs,
         threads=RELATE_WARPS * 32,
         shared_memory=4 * RELATE_WARPS * (PIECE * PIECE + 2 * PIECE),
     )
 
 
-def chunk_source(shape: DeltaShape) -> KernelSource:
-    body = (
-        f"{_delta(shape)}chunk(convolved, relations, figures, heads, heads_shape[1], spans, ring, "
-        "states, out);\n"
-        "if (blockIdx.x + blockIdx.y + threadIdx.x == 0) written[0] = 0;"
-    )
+def chunk_source(shape: DeltaShape) -> CudaSource:
+    before, after = ("convolved", "relations", "figures", "heads"), ("spans", "ring", "states")
+    outputs = ("out", "written")
     of_token = 2 * (shape.key_dim + 8) + BLOCK_ROWS + 8
     stage = shape.dtype.size * (PIECE * of_token + _RELATIONS) + 4 * _FIGURES
-    return _text(
-        "delta_chunk",
-        body,
-        ("convolved", "relations", "figures", "heads", "spans", "ring", "states"),
-        outputs=("out", "written"),
+    return _source(
+        shape,
+        "chunks",
+        (),
+        (*before, Size("heads", 1), *after, *outputs),
+        (*before, *after),
+        outputs=outputs,
         threads=CHUNK_THREADS,
         shared_memory=_STAGES * stage,
     )
 
 
-def finish_source(shape: DeltaShape) -> KernelSource:
-    body = (
-        f"{_delta(shape)}finish(y, heads, heads_shape[1], heads_shape[0], norm, "
-        f"{real(shape.epsilon)}, out);"
-    )
-    return _text("delta_finish", body, ("y", "heads", "norm"))
+def finish_source(shape: DeltaShape) -> CudaSource:
+    sizes = (Size("heads", 1), Size("heads", 0))
+    arguments = ("y", "heads", *sizes, "norm", shape.epsilon, "out")
+    return _source(shape, "finish", (), arguments, ("y", "heads", "norm"))
 
 
-def restore_source(shape: DeltaShape) -> KernelSource:
-    body = (
-        f"{_delta(shape)}restore(kept_ring, kept_state, slot[0], ring, states);\n"
-        "if (blockIdx.x + threadIdx.x == 0) out[0] = 0;"
-    )
-    return _text("delta_restore", body, ("kept_ring", "kept_state", "slot", "ring", "states"))
+def restore_source(shape: DeltaShape) -> CudaSource:
+    inputs = ("kept_ring", "kept_state", "slot", "ring", "states")
+    return _source(shape, "restore", (), (*inputs, "written"), inputs, ("written",))

@@ -119,9 +119,10 @@ struct Short {
   // All tokens of a step with prompts in it: LANES threads have a piece of a text. Who has a text's
   // first piece alone reads what was kept of it, and then keeps what is to be. Padding, the last span,
   // is shared out among all.
-  __device__ static void chunks(const T* heads, int width, const int* spans, int span_count,
-                                const int* pieces, int count, const T* weights, const T* ring,
-                                T* out) {
+  __device__ __forceinline__ static void share_of_chunks(const T* heads, int width,
+                                                         const int* spans, int span_count,
+                                                         const int* pieces, int count,
+                                                         const T* weights, const T* ring, T* out) {
     constexpr int GROUP = 4;
     const int number = blockIdx.x * blockDim.x + threadIdx.x;
     const int piece = number / LANES, channel = number % LANES * EACH;
@@ -165,11 +166,21 @@ struct Short {
       nothing().put(out + (long)(padding[0] + token) * CHANNELS + channel);
   }
 
+  // `written` is what later launches wait for.
+  __device__ static void chunks(const T* heads, int width, const int* spans, int span_count,
+                                const int* pieces, int count, const T* weights, const T* ring,
+                                T* out, int* written) {
+    share_of_chunks(heads, width, spans, span_count, pieces, count, weights, ring, out);
+    if (blockIdx.x + threadIdx.x == 0) written[0] = 0;
+  }
+
   // A slot's content, one after another by all threads.
-  __device__ static void restore(const T* kept, long slot, const T* ring) {
+  __device__ static void restore(const T* kept, const int* slots, const T* ring, int* written) {
+    const long slot = slots[0];
     constexpr int INPUTS = TAPS * CHANNELS;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < INPUTS; i += gridDim.x * blockDim.x)
       const_cast<T*>(ring)[slot * INPUTS + i] = kept[i];
+    if (blockIdx.x + threadIdx.x == 0) written[0] = 0;
   }
 };
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, TYPES, device_for
-from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
+from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, device_for
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel, CudaSource
 from mlx_manager.mlx_server.devices.cuda.linear_attention.delta import Texts
-from mlx_manager.mlx_server.devices.kernel import KernelSource, Unsupported, source
+from mlx_manager.mlx_server.devices.kernel import Argument, Name, Size, Unsupported
 from mlx_manager.mlx_server.devices.states import ShortShape, StateStore
 
-_SOURCE = Path(__file__).with_name("short.cu")
+_FILE = Path(__file__).with_name("short.cu")
 # Taps that are tested; the kernel would serve any number.
 TAPS = (2, 3, 4)
 # Channels of a thread.
@@ -106,38 +106,42 @@ def threads_for(shape: ShortShape, count: int) -> int:
     return -(-count * (shape.channels // EACH) // THREADS) * THREADS
 
 
-def step_source(shape: ShortShape) -> KernelSource:
-    body = (
-        f"{_short(shape)}step(heads, heads_shape[1], heads_shape[0], lengths, slots, weights, "
-        "ring, out);"
-    )
-    return _text("short_step", body, ("heads", "lengths", "slots", "weights", "ring"))
+def step_source(shape: ShortShape) -> CudaSource:
+    inputs = ("heads", "lengths", "slots", "weights", "ring")
+    arguments = ("heads", Size("heads", 1), Size("heads", 0), *inputs[1:], "out")
+    return _source(shape, "step", arguments, inputs)
 
 
-def chunks_source(shape: ShortShape) -> KernelSource:
-    body = (
-        f"{_short(shape)}chunks(heads, heads_shape[1], spans, spans_shape[0], pieces, "
-        f"pieces_shape[0], weights, ring, out);\n{_done('written')}"
-    )
+def chunks_source(shape: ShortShape) -> CudaSource:
     inputs = ("heads", "spans", "pieces", "weights", "ring")
-    return _text("short_chunks", body, inputs, ("out", "written"))
+    sizes = (Size("heads", 1), Size("spans", 0), Size("pieces", 0))
+    arguments = (
+        *("heads", sizes[0], "spans", sizes[1], "pieces", sizes[2]),
+        *("weights", "ring", "out", "written"),
+    )
+    return _source(shape, "chunks", arguments, inputs, ("out", "written"))
 
 
-def restore_source(shape: ShortShape) -> KernelSource:
-    body = f"{_short(shape)}restore(kept, slot[0], ring);\n{_done('out')}"
-    return _text("short_restore", body, ("kept", "slot", "ring"))
+def restore_source(shape: ShortShape) -> CudaSource:
+    inputs = ("kept", "slot", "ring")
+    return _source(shape, "restore", (*inputs, "written"), inputs, ("written",))
 
 
-def _short(shape: ShortShape) -> str:
-    return f"kernels::Short<{TYPES[shape.dtype]}, {shape.channels}, {shape.taps}>::"
-
-
-def _done(name: str) -> str:
-    return f"if (blockIdx.x + threadIdx.x == 0) {name}[0] = 0;"
-
-
-def _text(
-    name: str, body: str, inputs: tuple[str, ...], outputs: tuple[str, ...] = ("out",)
-) -> KernelSource:
-    header = source(DEVICE_SOURCE, _SOURCE)
-    return KernelSource(name, header, body, inputs, outputs, bounds=(THREADS, 1))
+def _source(
+    shape: ShortShape,
+    function: str,
+    arguments: tuple[Argument, ...],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...] = ("out",),
+) -> CudaSource:
+    """Return the declaration of a kernel that calls a function of the class `Short`."""
+    return CudaSource(
+        name=f"short_{function}",
+        files=(DEVICE_SOURCE, _FILE),
+        within=Name("Short", (shape.dtype, shape.channels, shape.taps)),
+        function=function,
+        arguments=arguments,
+        inputs=inputs,
+        outputs=outputs,
+        bounds=(THREADS, 1),
+    )

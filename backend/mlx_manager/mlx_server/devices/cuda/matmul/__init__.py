@@ -29,11 +29,10 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.devices.cuda.compiler.device import (
     DEVICE_SOURCE,
-    TYPES,
     CudaDevice,
     device_for,
 )
-from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernels
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernels, CudaSource
 from mlx_manager.mlx_server.devices.cuda.matmul.chain import Chain, ChainVariant, chain_source
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     Activation,
@@ -55,7 +54,15 @@ from mlx_manager.mlx_server.devices.cuda.matmul.forms import (
 from mlx_manager.mlx_server.devices.cuda.matmul.sums import SumKernels
 from mlx_manager.mlx_server.devices.cuda.mla.by_head import HeadKernels
 from mlx_manager.mlx_server.devices.cuda.moe.experts import ExpertKernels
-from mlx_manager.mlx_server.devices.kernel import KernelSource, Unsupported, flag, real, source
+from mlx_manager.mlx_server.devices.kernel import (
+    Argument,
+    Constant,
+    Maybe,
+    Name,
+    Size,
+    Struct,
+    Unsupported,
+)
 
 # Fewest rows for which warpgroups, if there are any, multiply gates and ups, provided that these
 # are too many for two blocks of warps a multiprocessor: 62 instead of 65 us for an 8B's with 32
@@ -344,48 +351,28 @@ def gated_form(weight: Weight, rows: int, device: CudaDevice) -> Form:
     return GroupForm.choose(outputs, rows, device)
 
 
-def product_source(dtype: mx.Dtype, variant: Variant) -> KernelSource:
-    element, form = TYPES[dtype], variant.form
-    there = {*variant.inputs, *variant.outputs}
-
-    def given(name: str) -> str:
-        return name if name in there else "nullptr"
-
-    def rows_of(name: str, width: str) -> str:
-        """Return the pointer to the rows of the block's share, as source text."""
-        return f"{name} + (long)share.first * ({width})" if name in there else "nullptr"
-
-    norm = "kernels::kNoNorm" if variant.epsilon is None else str(variant.makers)
-    constants = [element, form.constants, norm, flag(variant.bias)]
-    all_outputs, inputs = "weight_shape[0]", "x_shape[1]"
-    if isinstance(form, RowForm):
-        all_outputs, inputs = form.size_of("weight")
-    outputs = all_outputs if variant.gated is None else f"{all_outputs} / 2"
-    rows = [rows_of("x", inputs), given("norm"), rows_of("squares", str(variant.makers))]
-    given_all = [*rows, form.weight(element), given("bias")]
-    sizes = ["share.rows", inputs, outputs, real(variant.epsilon or 0.0)]
-    if variant.gated is not None:
-        constants.insert(0, f"kernels::{variant.gated.value}")
-        called, arguments = form.gated, [*given_all, rows_of("out", outputs), *sizes]
+def product_source(dtype: mx.Dtype, variant: Variant) -> CudaSource:
+    form, gated = variant.form, variant.gated
+    by = Name(form.by)
+    norm = Name("kNoNorm") if variant.epsilon is None else variant.makers
+    constants: tuple[Constant, ...] = (dtype, *form.constants, norm, variant.bias)
+    outputs, _ = form.size_of("weight", 1 if gated is None else 2)
+    inputs = form.size_of("weight")[1] if isinstance(form, RowForm) else Size("x", 1)
+    results: tuple[Argument, ...] = ("out",)
+    if gated is None:
+        constants = (by, *constants, variant.residual, variant.ahead)
+        ahead = (Maybe("next_norm"), Maybe("scaled_out"), Maybe("squares_out"))
+        results = (Maybe("residual"), "out", Struct(None, ahead))
     else:
-        assert not isinstance(form, GroupForm)
-        constants += [flag(variant.residual), flag(variant.ahead)]
-        blocks = f"{all_outputs} / {form.outputs}"
-        ahead = [
-            given("next_norm"),
-            rows_of("scaled_out", outputs),
-            rows_of("squares_out", blocks),
-        ]
-        called = f"{form.by}::multiply"
-        results = [rows_of("residual", outputs), rows_of("out", outputs), f"{{{', '.join(ahead)}}}"]
-        arguments = [*given_all, *results, *sizes]
-    return KernelSource(
+        constants = (by, Name(gated.value), *constants)
+    return CudaSource(
         name="product",
-        header=form.header(),
-        body=(
-            f"const kernels::Share share = kernels::Share::of<{form.held}>(x_shape[0]);\n"
-            f"kernels::{called}<{', '.join(constants)}>({', '.join(arguments)}, share.block"
-            f"{form.awaited});"
+        files=form.files,
+        function="multiply" if gated is None else "gated",
+        constants=constants,
+        arguments=(
+            *("x", Maybe("norm"), Maybe("squares"), form.weight(dtype), Maybe("bias"), *results),
+            *(Size("x", 0), inputs, outputs, variant.epsilon or 0.0),
         ),
         inputs=variant.inputs,
         outputs=variant.outputs,
@@ -393,15 +380,13 @@ def product_source(dtype: mx.Dtype, variant: Variant) -> KernelSource:
     )
 
 
-def gate_source(dtype: mx.Dtype, activation: Activation) -> KernelSource:
-    place = "blockIdx.x * blockDim.x + threadIdx.x"
-    return KernelSource(
+def gate_source(_: mx.Dtype, activation: Activation) -> CudaSource:
+    return CudaSource(
         name="gate",
-        header=source(DEVICE_SOURCE, _GATES_SOURCE),
-        body=(
-            f"kernels::gate_rows<kernels::{activation.value}>(both, out, both_shape[0], "
-            f"both_shape[1] / 2, {place});"
-        ),
+        files=(DEVICE_SOURCE, _GATES_SOURCE),
+        function="gate_rows",
+        constants=(Name(activation.value),),
+        arguments=("both", "out", Size("both", 0), Size("both", 1, over=2)),
         inputs=("both",),
         outputs=("out",),
     )

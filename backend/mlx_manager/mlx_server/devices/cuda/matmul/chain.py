@@ -8,10 +8,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.devices.cuda.compiler.device import TYPES, CudaDevice
+from mlx_manager.mlx_server.devices.cuda.compiler.device import CudaDevice
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaSource
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Activation, Link, arrays_of
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import ByWarps, Packing, RowForm, WarpForm
-from mlx_manager.mlx_server.devices.kernel import Kernel, KernelSource, flag, real
+from mlx_manager.mlx_server.devices.kernel import Kernel, Maybe, Name, Size, Struct
 
 MOST_ROWS = 8
 """Most rows for which one launch takes the device no longer than four, and the host less."""
@@ -38,11 +39,11 @@ class ChainForm:
         return max(form.shared_memory for form in self.products)
 
     @property
-    def constants(self) -> str:
+    def constants(self) -> tuple[int, ...]:
         shares = [form.share for form in self.products]
         # Without a fourth product, the kernel still takes a constant for it.
         shares += shares[:1] * (len(PRODUCTS) - len(shares))
-        return f"{', '.join(map(str, shares))}, {self.any.constants_in_common}"
+        return *shares, *self.any.constants_in_common
 
     def blocks(self, outputs: Sequence[int]) -> int:
         """Return the blocks of a launch for products of so many outputs."""
@@ -151,32 +152,31 @@ def inputs_of(name: str, form: ByWarps, *, bias: bool, norm: bool) -> list[str]:
     return [f"{name}_{part}" for part in (*form.weight_parts, *there)]
 
 
-def chain_source(dtype: mx.Dtype, variant: ChainVariant) -> KernelSource:
-    element, alike, count = TYPES[dtype], variant.form.any, len(variant.biases)
+def chain_source(dtype: mx.Dtype, variant: ChainVariant) -> CudaSource:
+    alike, count = variant.form.any, len(variant.biases)
+    kind = Name("Link", (dtype, alike.weight_type(dtype)))
     epsilons = iter(variant.epsilons)
     links, inputs = [], ["attended", "residual"]
     for name, bias, form in zip(PRODUCTS, variant.biases, variant.form.products, strict=False):
         norm = name in NORMED
         own = inputs_of(name, form, bias=bias, norm=norm)
         inputs += own
-        weight = ", ".join(own[: len(form.weight_parts)])
-        may_be = [f"{name}_{part}" for part in ("bias", "norm")]
-        given = ", ".join(each if each in own else "nullptr" for each in may_be)
-        shape = ", ".join(form.size_of(own[0]))
-        links.append(f"{{{{{weight}}}, {given}, {shape}, {real(next(epsilons) if norm else 0.0)}}}")
-    biases = ", ".join(flag(bias) for bias in (*variant.biases, False)[:4])
+        outputs, width = form.size_of(own[0])
+        given = (Maybe(f"{name}_bias"), Maybe(f"{name}_norm"), outputs, width)
+        weight = form.weight(dtype, f"{name}_")
+        links.append(Struct(kind, (weight, *given, next(epsilons) if norm else 0.0)))
     made = MADE[:count]
-    results = ", ".join((*made, "result")[:4])
-    types = f"kernels::{alike.by}, kernels::{variant.activation.value}, {element}"
-    constants = f"{types}, {variant.form.constants}, {biases}"
-    link = f"kernels::Link<{element}, {alike.weight_type(element)}>"
-    return KernelSource(
+    return CudaSource(
         name="chain",
-        header=alike.header(_SOURCE),
-        body=(
-            f"const {link} links[] = {{{', '.join(links)}}};\n"
-            f"kernels::chain_products<{constants}>(attended, residual, links, made, {results}, "
-            "attended_shape[0]);"
+        files=(*alike.files, _SOURCE),
+        function="chain_products",
+        constants=(
+            *(Name(alike.by), Name(variant.activation.value), dtype),
+            *(*variant.form.constants, *(*variant.biases, False)[:4]),
+        ),
+        arguments=(
+            *("attended", "residual", Struct(None, tuple(links)), "made"),
+            *(*made, *(() if count == len(MADE) else ("result",)), Size("attended", 0)),
         ),
         inputs=(*inputs, "made"),
         outputs=made,

@@ -1,4 +1,4 @@
-"""Division of a product among a device's blocks, and the source text for each kind of division."""
+"""Division of a product among a device's blocks, and the kernel's constants for each kind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+import mlx.core as mx
+
 from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, CudaDevice
 from mlx_manager.mlx_server.devices.cuda.compiler.hopper import (
     HOPPER_SOURCE,
@@ -16,7 +18,7 @@ from mlx_manager.mlx_server.devices.cuda.compiler.hopper import (
     instructions,
 )
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Packed, Weight
-from mlx_manager.mlx_server.devices.kernel import source
+from mlx_manager.mlx_server.devices.kernel import Argument, Name, Size, Struct
 
 WIDTH = 64
 """Inputs of a stage for weights of half precision; a matrix must have a multiple of them."""
@@ -130,14 +132,12 @@ def knows(weight: Weight) -> bool:
 class ByWarps(ABC):
     """Form of a product in which each warp multiplies on its own.
 
-    by: type in the kernels' source that multiplies. awaited: last argument of the kernel.
+    by: type in the kernels' source that multiplies.
     """
 
     __slots__ = ()
 
     by: ClassVar[str]
-    # The rows are complete when the launch begins; only in chain.cu they are awaited.
-    awaited: ClassVar[str] = ", kernels::Awaited()"
     warps: int
     stages: int
     packing: Packing | None
@@ -163,42 +163,38 @@ class ByWarps(ABC):
 
     @property
     @abstractmethod
-    def sources(self) -> tuple[Path, ...]: ...
-
-    @property
-    def gated(self) -> str:
-        return f"{self.by}::gated"
+    def files(self) -> tuple[Path, ...]: ...
 
     @property
     def threads(self) -> int:
         return self.warps * 32
 
     @property
-    def constants(self) -> str:
-        return f"{self.share}, {self.constants_in_common}"
+    def constants(self) -> tuple[int, ...]:
+        return self.share, *self.constants_in_common
 
     @property
-    def constants_in_common(self) -> str:
+    def constants_in_common(self) -> tuple[int, ...]:
         """Constants that all products of a chain have in common."""
-        return f"{self.held}, {self.warps}, {self.stages}"
+        return self.held, self.warps, self.stages
 
-    def size_of(self, array: str) -> tuple[str, str]:
-        """Return a weight's outputs and inputs as source text; `array` is its first array."""
-        integers = "" if self.packing is None else f" * {32 // self.packing.bits}"
-        return f"{array}_shape[0]", f"{array}_shape[1]{integers}"
+    def size_of(self, array: str, over: int = 1) -> tuple[Argument, Argument]:
+        """Return a weight's outputs, divided by `over`, and inputs; `array` is its first array."""
+        integers = 1 if self.packing is None else 32 // self.packing.bits
+        return Size(array, 0, over=over), Size(array, 1, times=integers)
 
-    def weight(self, element: str) -> str:
-        """Return the weight, made of its arrays, as source text."""
-        return f"{self.weight_type(element)}{{{', '.join(self.weight_parts)}}}"
+    def weight(self, dtype: mx.Dtype, before: str = "") -> Struct:
+        """Return the weight, made of its arrays. before: what the names of these begin with."""
+        return Struct(self.weight_type(dtype), tuple(before + part for part in self.weight_parts))
 
-    def weight_type(self, element: str) -> str:
-        """Return the CUDA type of the weight. element: type of the rows."""
-        if self.packing is None:
-            return f"kernels::Plain<{element}>"
-        if self.packing.floats:
-            return f"kernels::Microscaled<{element}, {self.packing.width}>"
-        of = f"{self.packing.bits}, {self.packing.group}, {self.packing.width}"
-        return f"kernels::Packed<{element}, {of}>"
+    def weight_type(self, dtype: mx.Dtype) -> Name:
+        """Return the CUDA type of the weight. dtype: type of the rows."""
+        packing = self.packing
+        if packing is None:
+            return Name("Plain", (dtype,))
+        if packing.floats:
+            return Name("Microscaled", (dtype, packing.width))
+        return Name("Packed", (dtype, packing.bits, packing.group, packing.width))
 
     @property
     def weight_parts(self) -> tuple[str, ...]:
@@ -206,10 +202,6 @@ class ByWarps(ABC):
         if self.packing is None:
             return PARTS[:1]
         return PARTS[:2] if self.packing.floats else PARTS
-
-    def header(self, *more: Path) -> str:
-        """Return the sources of the product, followed by `more`."""
-        return source(*self.sources, *more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +242,7 @@ class WarpForm(ByWarps):
         return max(stages + scales, merged)
 
     @property
-    def sources(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[Path, ...]:
         weights = _PLAIN_SOURCE if self.packing is None else _PACKED_SOURCE
         return DEVICE_SOURCE, weights, _WARPS_SOURCE
 
@@ -363,12 +355,12 @@ class RowForm(ByWarps):
         return inputs * 2 + sums + -sums % 16 + merged + stages
 
     @property
-    def sources(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[Path, ...]:
         return DEVICE_SOURCE, _PACKED_SOURCE, _WARPS_SOURCE, _ROW_SOURCE
 
-    def size_of(self, array: str) -> tuple[str, str]:
+    def size_of(self, array: str, over: int = 1) -> tuple[Argument, Argument]:
         outputs, inputs = self.size
-        return str(outputs), str(inputs)
+        return outputs // over, inputs
 
     @property
     def is_whole(self) -> bool:
@@ -409,9 +401,8 @@ class GroupForm:
 
     stages: ClassVar[int] = 3
     most_rows: ClassVar[int] = 64
-    gated: ClassVar[str] = "multiply_gated_by_groups"
+    by: ClassVar[str] = "ByGroups"
     weight_parts: ClassVar[tuple[str, ...]] = PARTS[:1]
-    awaited: ClassVar[str] = ""
 
     @property
     def held(self) -> int:
@@ -433,16 +424,20 @@ class GroupForm:
         return max(stages, result) + TILE_ALIGNMENT
 
     @property
-    def constants(self) -> str:
-        return f"{self.groups}, {self.rows}, {self.stages}"
+    def constants(self) -> tuple[int, ...]:
+        return self.groups, self.rows, self.stages
 
-    def weight(self, element: str) -> str:
+    def size_of(self, array: str, over: int = 1) -> tuple[Argument, Argument]:
+        """Return a weight's outputs, divided by `over`, and inputs."""
+        return Size(array, 0, over=over), Size(array, 1)
+
+    def weight(self, dtype: mx.Dtype) -> str:
         return self.weight_parts[0]
 
-    def header(self, *more: Path) -> str:
-        """Return the sources of the product, followed by `more`."""
+    @property
+    def files(self) -> tuple[Path | str, ...]:
         product = instructions([GroupProduct(self.rows)])
-        return source(DEVICE_SOURCE) + product + source(HOPPER_SOURCE, _GROUPS_SOURCE, *more)
+        return DEVICE_SOURCE, product, HOPPER_SOURCE, _GROUPS_SOURCE
 
     @staticmethod
     def serves(weight: Weight, device: CudaDevice) -> bool:

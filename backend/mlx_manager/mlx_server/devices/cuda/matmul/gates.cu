@@ -6,8 +6,8 @@ namespace kernels {
 // out = ACTIVATION of gate and up, the first and the last `width` of each row of `both`. A thread
 // takes 8 of each, 16 bytes.
 template <typename ACTIVATION, typename T>
-__device__ __forceinline__ void gate_rows(const T* both, T* out, unsigned rows, unsigned width,
-                                          unsigned thread) {
+__device__ __forceinline__ void gate_rows(const T* both, T* out, unsigned rows, unsigned width) {
+  const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x;
   const unsigned pieces = width / 8, row = thread / pieces, at = thread % pieces * 8;
   if (row >= rows) return;
   const T* gates = both + (long)row * 2 * width + at;

@@ -189,11 +189,20 @@ __device__ __forceinline__ float2 pair_at(const T* from) {
   return unpack(*reinterpret_cast<const unsigned*>(from), from);
 }
 
-// out = ACTIVATION of gate and up, the first and the last `outputs` of norm(x) @ weight^T + bias.
-template <typename ACTIVATION, typename T, int GROUPS, int ROWS, int STAGES, int NORM, bool BIAS>
-__device__ __forceinline__ void multiply_gated_by_groups(
-    const T* x, const T* norm, const float* made, const T* weight, const T* bias, T* out, int rows,
-    int inputs, int outputs, float epsilon, int block) {
+struct ByGroups {};
+
+// out = ACTIVATION of gate and up, the first and the last `outputs` of norm(x) @ weight^T + bias, for
+// any number of rows: each block has its share of them.
+template <typename, typename ACTIVATION, typename T, int GROUPS, int ROWS, int STAGES, int NORM,
+          bool BIAS>
+__device__ __forceinline__ void gated(const T* all_x, const T* norm, const float* all_made,
+                                      const T* weight, const T* bias, T* all_out, int all_rows,
+                                      int inputs, int outputs, float epsilon) {
+  const Share share = Share::of<ROWS>(all_rows);
+  const int rows = share.rows, block = share.block;
+  const T* x = all_x + (long)share.first * inputs;
+  const float* made = NORM > 0 ? all_made + (long)share.first * NORM : nullptr;
+  T* out = all_out + (long)share.first * outputs;
   using Product = GroupProduct<T, GROUPS, ROWS, STAGES, NORM>;
   constexpr int EACH = Product::OUTPUTS / 2, PAIRS = EACH / 2;
   Product product;

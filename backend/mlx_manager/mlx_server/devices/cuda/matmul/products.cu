@@ -407,4 +407,33 @@ struct FewRows {
   }
 };
 
+// A product of any number of rows by `BY`, as FewRows::multiply: each block has its share of them.
+template <typename BY, typename T, int SHARE, int HELD, int WARPS, int STAGES, int NORM, bool BIAS,
+          bool RESIDUAL, bool AHEAD, typename W>
+__device__ __forceinline__ void multiply(const T* x, const T* norm, const float* made, W weight,
+                                         const T* bias, const T* residual, T* out, Ahead<T> ahead,
+                                         int rows, int inputs, int outputs, float epsilon) {
+  const Share share = Share::of<HELD>(rows);
+  const long first = share.first;
+  const int blocks = outputs / BY::template outputs<SHARE, WARPS>();
+  if (AHEAD) ahead = {ahead.norm, ahead.scaled + first * outputs, ahead.squares + first * blocks};
+  BY::template multiply<T, SHARE, HELD, WARPS, STAGES, NORM, BIAS, RESIDUAL, AHEAD>(
+      x + first * inputs, norm, NORM > 0 ? made + first * NORM : nullptr, weight, bias,
+      RESIDUAL ? residual + first * outputs : nullptr, out + first * outputs, ahead, share.rows,
+      inputs, outputs, epsilon, share.block, Awaited());
+}
+
+// The same as FewRows::gated.
+template <typename BY, typename ACTIVATION, typename T, int SHARE, int HELD, int WARPS, int STAGES,
+          int NORM, bool BIAS, typename W>
+__device__ __forceinline__ void gated(const T* x, const T* norm, const float* made, W weight,
+                                      const T* bias, T* out, int rows, int inputs, int outputs,
+                                      float epsilon) {
+  const Share share = Share::of<HELD>(rows);
+  const long first = share.first;
+  BY::template gated<ACTIVATION, T, SHARE, HELD, WARPS, STAGES, NORM, BIAS>(
+      x + first * inputs, norm, NORM > 0 ? made + first * NORM : nullptr, weight, bias,
+      out + first * outputs, share.rows, inputs, outputs, epsilon, share.block, Awaited());
+}
+
 }  // namespace kernels

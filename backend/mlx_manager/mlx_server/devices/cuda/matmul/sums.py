@@ -7,10 +7,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, TYPES
-from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernels
+from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernels, CudaSource
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Norm
-from mlx_manager.mlx_server.devices.kernel import KernelSource, flag, real, source
+from mlx_manager.mlx_server.devices.kernel import Maybe, Size, Struct
 
 # Elements of a piece, which a thread reads at once, and most pieces of a thread.
 _PIECE = 8
@@ -121,22 +121,19 @@ class SumKernels:
         )
 
 
-def sum_source(dtype: mx.Dtype, form: SumForm) -> KernelSource:
+def sum_source(dtype: mx.Dtype, form: SumForm) -> CudaSource:
     followed = form.following is not None
-    flags = ", ".join(map(flag, (form.two, followed, form.scaled)))
-    constants = f"{TYPES[dtype]}, {form.warps}, {form.pieces}, {flags}"
     others = _OTHERS if form.two else ()
-    following, ahead = ("following", "ahead") if followed else ("nullptr", "nullptr")
-    times = "times" if form.scaled else "nullptr"
     optional = {"following": followed, "times": form.scaled}
-    epsilons = f"{real(form.epsilon)}, {real(form.following or 0.0)}"
-    return KernelSource(
+    return CudaSource(
         name="sum",
-        header=source(DEVICE_SOURCE, _SOURCE),
+        files=(DEVICE_SOURCE, _SOURCE),
         bounds=(form.threads, 1),
-        body=(
-            f"kernels::add_normed<{constants}>(residual, x, {{{', '.join(others)}}}, norm, "
-            f"{following}, {times}, out, {ahead}, x_shape[1], {epsilons});"
+        function="add_normed",
+        constants=(dtype, form.warps, form.pieces, form.two, followed, form.scaled),
+        arguments=(
+            *("residual", "x", Struct(None, others), "norm", Maybe("following"), Maybe("times")),
+            *("out", Maybe("ahead"), Size("x", 1), form.epsilon, form.following or 0.0),
         ),
         inputs=(
             *("residual", "x", *others, "norm"),

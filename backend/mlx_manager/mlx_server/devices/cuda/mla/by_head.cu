@@ -15,10 +15,15 @@ struct Steps {
   int head, row;
 };
 
-// out = x @ weight^T of each head, of `outputs`.
-template <typename T, int TILES, int HELD, int WARPS, int STAGES, typename W>
-__device__ __forceinline__ void multiply_heads(const T* x, W weight, T* out, int rows, int inputs,
-                                               int outputs, Steps from, Steps to) {
+// out = x @ weight^T of each of HEADS, whose weights have `lines` together. ROWS_FIRST: x has all
+// heads of a row side by side, `width` elements, and out all rows of a head; else the other way round.
+template <typename T, int TILES, int HELD, int WARPS, int STAGES, int HEADS, bool ROWS_FIRST,
+          typename W>
+__device__ __forceinline__ void multiply_heads(const T* x, W weight, T* out, int rows, int width,
+                                               int inputs, int lines) {
+  const int outputs = lines / HEADS;
+  const Steps from = {ROWS_FIRST ? width / HEADS : rows * width, width};
+  const Steps to = {ROWS_FIRST ? rows * outputs : outputs, ROWS_FIRST ? outputs : lines};
   Product<T, W, TILES, HELD, WARPS, STAGES, kNoNorm, Apart> product;
   const Share share = Share::of<HELD>(rows);
   const int parts = outputs / product.OUTPUTS, head = share.block / parts;

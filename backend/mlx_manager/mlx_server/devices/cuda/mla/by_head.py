@@ -7,11 +7,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.devices.cuda.compiler.device import TYPES, CudaDevice
-from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernels
+from mlx_manager.mlx_server.devices.cuda.compiler.device import CudaDevice
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernels, CudaSource
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Weight, arrays_of
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import WIDTH, Packing, WarpForm, knows
-from mlx_manager.mlx_server.devices.kernel import KernelSource
+from mlx_manager.mlx_server.devices.kernel import Size
 
 _SOURCE = Path(__file__).with_name("by_head.cu")
 
@@ -94,22 +94,18 @@ def head_form(weight: Weight, heads: int, rows: int, device: CudaDevice) -> Warp
     return replace(form, warps=warps, tiles=tiles)
 
 
-def head_source(dtype: mx.Dtype, variant: HeadVariant) -> KernelSource:
-    element, form, heads = TYPES[dtype], variant.form, variant.heads
+def head_source(dtype: mx.Dtype, variant: HeadVariant) -> CudaSource:
+    form = variant.form
     lines, inputs = form.size_of("weight")
-    outputs = f"{lines} / {heads}"
-    if variant.rows_first:
-        rows = "x_shape[0]"
-        given, made = f"x_shape[1] / {heads}, x_shape[1]", f"{rows} * ({outputs}), {outputs}"
-    else:
-        rows = "x_shape[1]"
-        given, made = f"{rows} * x_shape[2], x_shape[2]", f"{outputs}, {lines}"
-    return KernelSource(
+    rows, width = (0, 1) if variant.rows_first else (1, 2)
+    return CudaSource(
         name="heads_product",
-        header=form.header(_SOURCE),
-        body=(
-            f"kernels::multiply_heads<{element}, {form.constants}>(x, {form.weight(element)}, out, "
-            f"{rows}, {inputs}, {outputs}, {{{given}}}, {{{made}}});"
+        files=(*form.files, _SOURCE),
+        function="multiply_heads",
+        constants=(dtype, *form.constants, variant.heads, variant.rows_first),
+        arguments=(
+            *("x", form.weight(dtype), "out", Size("x", rows), Size("x", width)),
+            *(inputs, lines),
         ),
         inputs=("x", *form.weight_parts),
         outputs=("out",),

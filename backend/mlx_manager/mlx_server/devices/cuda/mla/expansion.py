@@ -10,7 +10,7 @@ time of one layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import mlx.core as mx
@@ -88,6 +88,11 @@ class Expansion:
         # Appended to each head's matrix: copies a rotated vector to its place in a key.
         self._behind = mx.array(np.eye(shape.dims, self._width, shape.plain)).astype(shape.dtype)
         mx.eval(self._behind)
+
+    def of_heads(self, q_heads: int) -> Expansion:
+        """Return the same for so many heads."""
+        shape = replace(self.shape, q_heads=q_heads)
+        return Expansion(shape, self._kernels.of_heads(q_heads), self._turn)
 
     @property
     def most_tokens(self) -> int:

@@ -437,15 +437,38 @@ struct AttendLatent {
   }
 };
 
+// A decode step by blocks of `WORK`, an AttendLatent; each item has FIELDS numbers.
+template <typename WORK, int FIELDS, typename T>
+__device__ __forceinline__ void attend_step(const LatentQueries<T>& given,
+                                            const LatentPages<T>& pages, const int* lengths,
+                                            const int* items, const ChunkResults<T>& results,
+                                            float scale) {
+  const int* item = items + blockIdx.y * FIELDS;
+  if (item[0] < 0) return;
+  WORK work(item_of_step(item, lengths), given, pages);
+  work.attend(scale, results);
+}
+
+// The same for chunks.
+template <typename WORK, int FIELDS, typename T>
+__device__ __forceinline__ void attend_chunks(const LatentQueries<T>& given,
+                                              const LatentPages<T>& pages, const int* items,
+                                              const ChunkResults<T>& results, float scale) {
+  WORK work(ChunkItem(items + blockIdx.y * FIELDS), given, pages);
+  work.attend(scale, results);
+  if (work.item.parts > 1) work.merge(results);
+}
+
 // Merges the splits of a decode step's queries, in a launch of its own: a query's results are too
 // large to be left to its last block. Each item's block takes some heads of its query. What was not
 // split is in `whole`, (heads, tokens, RANK), and copied.
-template <typename T, int RANK, int Q_HEADS, int HEADS>
+template <typename T, int RANK, int Q_HEADS, int HEADS, int FIELDS>
 struct MergeLatent {
   static constexpr int BLOCKS = (Q_HEADS + HEADS - 1) / HEADS;
 
   __device__ static void run(const T* whole, const float* partial, const float* figures,
-                             const int* item, int tokens, T* out) {
+                             const int* items, int tokens, T* out) {
+    const int* item = items + blockIdx.y * FIELDS;
     const int token = item[0], split = item[4], splits = item[5], base = item[6];
     if (token < 0) return;
     for (int head = split; head < Q_HEADS; head += splits) {
@@ -515,9 +538,15 @@ struct WriteLatent {
     return total;
   }
 
-  __device__ static void run(const T* projected, const float* rotation, const T* query_norm,
-                             const T* latent_norm, float epsilon, long slot, T* latent, T* turned,
-                             T* queries) {
+  __device__ static void run(const T* all_projected, int width, const float* rotations,
+                             const T* query_norm, const T* latent_norm, float epsilon,
+                             const int* slots, const T* latents, const T* all_turned,
+                             T* all_queries) {
+    const long token = blockIdx.x, slot = slots[token];
+    const T* projected = all_projected + token * width;
+    const float* rotation = rotations + token * DIMS;
+    T *latent = const_cast<T*>(latents), *turned = const_cast<T*>(all_turned);
+    T* queries = all_queries + token * QUERIED;
     extern __shared__ __align__(16) unsigned char shared[];
     // The last threads have the latent vector, which others' queries do not wait for.
     const int number = kLatentThreads - 1 - threadIdx.x;
@@ -573,9 +602,12 @@ struct TurnQueries {
 
   static_assert(PLAIN % 8 == 0 && DIMS % 8 == 0 && WIDTH % 8 == 0);
 
-  // `number`: of a piece among those of all heads. `q_heads` of them share a row of `rotation`.
-  __device__ __forceinline__ static void run(long number, long heads, int q_heads, const T* queries,
+  // `q_heads` of a token share a row of `rotation`.
+  __device__ __forceinline__ static void run(const T* queries, int tokens, int q_heads,
                                              const float* rotation, T* out) {
+    // Of a piece among those of all heads.
+    const long number = (long)blockIdx.x * kLatentThreads + threadIdx.x;
+    const long heads = (long)tokens * q_heads;
     const long head = number / PIECES;
     const int piece = number % PIECES;
     if (head >= heads) return;

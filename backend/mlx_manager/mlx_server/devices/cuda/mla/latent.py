@@ -24,21 +24,13 @@ from mlx_manager.mlx_server.devices.cuda.attention.decode import HEADS_SOURCE, w
 from mlx_manager.mlx_server.devices.cuda.compiler.device import (
     DEVICE_SOURCE,
     RESERVED_PER_BLOCK,
-    TYPES,
     CudaDevice,
     device_for,
 )
-from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel, CudaSource
 from mlx_manager.mlx_server.devices.cuda.mla.expansion import Expansion
 from mlx_manager.mlx_server.devices.cuda.mla.shape import LatentShape
-from mlx_manager.mlx_server.devices.kernel import (
-    Kernel,
-    KernelSource,
-    Unsupported,
-    flag,
-    real,
-    source,
-)
+from mlx_manager.mlx_server.devices.kernel import Kernel, Name, Size, Struct, Unsupported
 
 THREADS = 256
 MERGE_THREADS = 128
@@ -377,115 +369,99 @@ class TurningKernels:
         return out
 
 
-def step_source(shape: LatentShape, form: LatentForm, of: Attending) -> KernelSource:
-    own = f"const int* item = items + blockIdx.y * {FIELDS};\nif (item[0] < 0) return;\n"
-    call = f"work.attend({real(of.scale)}, {{out, partial, figures, nullptr}});"
-    item = "kernels::item_of_step(item, lengths)"
-    body = own + _work(shape, form, of, item) + call
-    return _attending("latent_step", shape, form, body, ("lengths", "items"))
+def step_source(shape: LatentShape, form: LatentForm, of: Attending) -> CudaSource:
+    results = ("out", "partial", "figures", None)
+    more = ("lengths", "items")
+    return _attending("latent_step", "attend_step", FIELDS, shape, form, of, more, results)
 
 
-def chunk_source(shape: LatentShape, form: LatentForm, of: Attending) -> KernelSource:
-    item = f"kernels::ChunkItem(items + blockIdx.y * {CHUNK_FIELDS})"
-    results = f"kernels::ChunkResults<{TYPES[shape.dtype]}> results"
-    call = (
-        f"{results} = {{out, partial, figures, arrivals}};\n"
-        f"work.attend({real(of.scale)}, results);\n"
-        "if (work.item.parts > 1) work.merge(results);"
-    )
-    body = _work(shape, form, of, item) + call
-    return _attending("latent_chunks", shape, form, body, ("items", "arrivals"))
-
-
-def _work(shape: LatentShape, form: LatentForm, of: Attending, item: str) -> str:
-    """Return the source text that declares `work`, which does a block's work."""
-    element = TYPES[shape.dtype]
-    constants = (
-        f"{element}, {shape.rank}, {shape.dims}, {shape.plain}, {shape.q_heads}, {form.heads}, "
-        f"{form.queries}, {shape.page_size}, {form.tokens}, {form.stages}, {flag(of.traditional)}"
-    )
-    return (
-        f"kernels::LatentQueries<{element}> given = {{absorbed, queries, rotation, "
-        "absorbed_shape[1]};\n"
-        f"kernels::LatentPages<{element}> pages = {{latents, turned, table, table_shape[1]}};\n"
-        f"kernels::AttendLatent<{constants}> work({item}, given, pages);\n"
+def chunk_source(shape: LatentShape, form: LatentForm, of: Attending) -> CudaSource:
+    results = ("out", "partial", "figures", "arrivals")
+    more = ("items", "arrivals")
+    return _attending(
+        "latent_chunks", "attend_chunks", CHUNK_FIELDS, shape, form, of, more, results
     )
 
 
-def _attending(
-    name: str, shape: LatentShape, form: LatentForm, body: str, more: tuple[str, ...]
-) -> KernelSource:
-    return KernelSource(
+def _attending(  # noqa: PLR0917
+    name: str,
+    function: str,
+    fields: int,
+    shape: LatentShape,
+    form: LatentForm,
+    of: Attending,
+    more: tuple[str, ...],
+    results: tuple[str | None, ...],
+) -> CudaSource:
+    dtype = shape.dtype
+    work = Name(
+        "AttendLatent",
+        (
+            *(dtype, shape.rank, shape.dims, shape.plain, shape.q_heads, form.heads),
+            *(form.queries, shape.page_size, form.tokens, form.stages, of.traditional),
+        ),
+    )
+    queries, pages = ("absorbed", "queries", "rotation"), ("latents", "turned", "table")
+    return CudaSource(
         name=name,
-        header=source(*_SOURCES),
+        files=_SOURCES,
         bounds=(THREADS, form.resident),
-        body=body,
-        inputs=("absorbed", "queries", "rotation", "latents", "turned", "table", *more),
+        function=function,
+        constants=(work, fields),
+        arguments=(
+            Struct(Name("LatentQueries", (dtype,)), (*queries, Size("absorbed", 1))),
+            Struct(Name("LatentPages", (dtype,)), (*pages, Size("table", 1))),
+            *(each for each in more if each not in results),
+            *(Struct(Name("ChunkResults", (dtype,)), results), of.scale),
+        ),
+        inputs=(*queries, *pages, *more),
         outputs=("out", "partial", "figures"),
         shared_memory=form.shared_memory(shape),
     )
 
 
-def merge_source(shape: LatentShape, form: LatentForm) -> KernelSource:
-    constants = f"{TYPES[shape.dtype]}, {shape.rank}, {shape.q_heads}, {form.heads}"
-    body = (
-        f"kernels::MergeLatent<{constants}>::run(whole, partial, figures, "
-        f"items + blockIdx.y * {FIELDS}, whole_shape[1], out);"
-    )
-    return KernelSource(
+def merge_source(shape: LatentShape, form: LatentForm) -> CudaSource:
+    sizes = (shape.rank, shape.q_heads, form.heads, FIELDS)
+    return CudaSource(
         name="latent_merge",
-        header=source(*_SOURCES),
+        files=_SOURCES,
         bounds=(THREADS, 1),
-        body=body,
+        within=Name("MergeLatent", (shape.dtype, *sizes)),
+        function="run",
+        arguments=("whole", "partial", "figures", "items", Size("whole", 1), "out"),
         inputs=("whole", "partial", "figures", "items"),
         outputs=("out",),
     )
 
 
-def write_source(shape: LatentShape, of: Writing) -> KernelSource:
-    constants = (
-        f"{TYPES[shape.dtype]}, {shape.queried}, {shape.rank}, {shape.dims}, "
-        f"{flag(of.traditional)}, {flag(of.normed)}"
-    )
-    body = (
-        "const long token = blockIdx.x;\n"
-        f"kernels::WriteLatent<{constants}>::run(projected + token * projected_shape[1], "
-        f"rotation + token * {shape.dims}, queries_norm, latent_norm, {real(of.epsilon)}, "
-        f"slots[token], const_cast<{TYPES[shape.dtype]}*>(latents), "
-        f"const_cast<{TYPES[shape.dtype]}*>(turned), queries + token * {shape.queried});"
-    )
-    return KernelSource(
+def write_source(shape: LatentShape, of: Writing) -> CudaSource:
+    constants = (shape.dtype, shape.queried, shape.rank, shape.dims, of.traditional, of.normed)
+    norms, pages = ("queries_norm", "latent_norm"), ("latents", "turned")
+    return CudaSource(
         name="latent_write",
-        header=source(*_SOURCES),
+        files=_SOURCES,
         bounds=(THREADS, 1),
-        body=body,
-        inputs=(
-            "projected",
-            "rotation",
-            "queries_norm",
-            "latent_norm",
-            "latents",
-            "turned",
-            "slots",
+        within=Name("WriteLatent", constants),
+        function="run",
+        arguments=(
+            *("projected", Size("projected", 1), "rotation", *norms, of.epsilon),
+            *("slots", *pages, "queries"),
         ),
+        inputs=("projected", "rotation", *norms, *pages, "slots"),
         outputs=("queries",),
         shared_memory=_WARPS * 8,
     )
 
 
-def turn_source(shape: LatentShape, width: int, *, traditional: bool) -> KernelSource:
-    each = shape.plain + shape.dims
-    constants = f"{TYPES[shape.dtype]}, {shape.plain}, {shape.dims}, {width}, {flag(traditional)}"
-    body = (
-        f"const int q_heads = queries_shape[1] / {each};\n"
-        f"kernels::TurnQueries<{constants}>::run((long)blockIdx.x * {THREADS} + threadIdx.x, "
-        "(long)queries_shape[0] * q_heads, q_heads, queries, rotation, out);"
-    )
-    return KernelSource(
+def turn_source(shape: LatentShape, width: int, *, traditional: bool) -> CudaSource:
+    q_heads = Size("queries", 1, over=shape.plain + shape.dims)
+    return CudaSource(
         name="latent_turn",
-        header=source(*_SOURCES),
+        files=_SOURCES,
         bounds=(THREADS, 1),
-        body=body,
+        within=Name("TurnQueries", (shape.dtype, shape.plain, shape.dims, width, traditional)),
+        function="run",
+        arguments=("queries", Size("queries", 0), q_heads, "rotation", "out"),
         inputs=("queries", "rotation"),
         outputs=("out",),
     )

@@ -11,13 +11,14 @@ import math
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, TYPES, CudaDevice
-from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernels
+from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, CudaDevice
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernels, CudaSource
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     LEAST,
     Activation,
@@ -29,7 +30,15 @@ from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     arrays_of,
 )
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import GroupForm, Packing, WarpForm, knows
-from mlx_manager.mlx_server.devices.kernel import KernelSource, flag, real, source
+from mlx_manager.mlx_server.devices.kernel import (
+    Argument,
+    Constant,
+    Maybe,
+    Name,
+    Size,
+    Struct,
+)
+from mlx_manager.mlx_server.devices.kinds import checks
 from mlx_manager.mlx_server.devices.likeness import distance
 
 MOST_CHOSEN = 32
@@ -112,10 +121,6 @@ class RouterForm:
         """Names of the optional inputs that the choice of experts takes."""
         return tuple(name for name in self.optional if name in {"correction", "scales"})
 
-    def given(self, name: str) -> str:
-        """Return the argument for an optional input, as source text."""
-        return name if name in self.optional else "nullptr"
-
     @property
     def shared_memory(self) -> int:
         merged = _ROUTER_WARPS * _ROUTER_TILE * 8 * 4
@@ -148,11 +153,6 @@ class Mix:
     def inputs(self) -> tuple[str, ...]:
         """Names of the inputs beside the experts' outputs."""
         return (*([] if self.alone else ["residual"]), "places", "scores")
-
-    @property
-    def residual(self) -> str:
-        """Argument for the residual, as source text."""
-        return "nullptr" if self.alone else "residual"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,18 +224,22 @@ class ExpertKernels:
         kind = self._router_kind(experts)
         if kind in self._routes_many:
             return
-        hidden, norm = self._rows_for(experts, 2 * _MOST_ROUTED)
         try:
-            form = self._router_form(experts, hidden.shape[0], norm.epsilon)
-            made = self._route_many(hidden, norm, experts, form)
-            mx.eval(made)
-            wrong = misrouted(experts, made)
+            of = f"routes of {self._dtype} {kind!r}"
+            wrong = checks().outcome(of, partial(self._misrouted, experts))
         except (RuntimeError, ValueError) as error:
             # MLX raises these as in `compare`.
             wrong = str(error)
         self._routes_many[kind] = wrong is None
         if wrong is not None:
             log.warning("prompts' experts are chosen by one launch: %s", wrong)
+
+    def _misrouted(self, experts: Experts) -> str | None:
+        hidden, norm = self._rows_for(experts, 2 * _MOST_ROUTED)
+        form = self._router_form(experts, hidden.shape[0], norm.epsilon)
+        made = self._route_many(hidden, norm, experts, form)
+        mx.eval(made)
+        return misrouted(experts, made)
 
     def compare(self, experts: Experts) -> None:
         """Measure, once for each size of experts, whether warpgroups multiply many rows faster.
@@ -486,72 +490,60 @@ def errand_form(weight: Weight, held: int, device: CudaDevice, *, few: bool = Fa
     return next(fitting, forms[-1])
 
 
-def route_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
-    numbers = f"{form.each}, {_ROUTER_WARPS}, {form.experts}, {form.chosen}, {form.shared}"
-    constants = f"{TYPES[dtype]}, {numbers}, {flag(form.bias)}, {form.held}"
-    rows = "x_shape[0]"
-    router_norm, bias = form.given("router_norm"), form.given("bias")
-    return KernelSource(
+def route_source(dtype: mx.Dtype, form: RouterForm) -> CudaSource:
+    sizes = (form.each, _ROUTER_WARPS, form.experts, form.chosen, form.shared)
+    outputs = ("normed", "logits", "chosen", "scores", "places", "order", "errands")
+    return CudaSource(
         name="route",
-        header=source(DEVICE_SOURCE, _ROUTE_SOURCE),
+        files=(DEVICE_SOURCE, _ROUTE_SOURCE),
         bounds=(form.threads, 1),
-        body=(
-            f"{_most_errands(rows, form)}"
-            f"kernels::route_rows<{constants}>(x, norm, {router_norm}, router, {bias}, "
-            f"{_choice(form)}, done, normed, logits, chosen, scores, places, order, errands, "
-            f"{rows}, x_shape[1], {real(form.epsilon)}, most);"
+        function="route_rows",
+        constants=(dtype, *sizes, form.bias, form.held),
+        arguments=(
+            *("x", "norm", Maybe("router_norm"), "router", Maybe("bias"), _choice(form), "done"),
+            *(*outputs, Size("x", 0), Size("x", 1), form.epsilon),
         ),
         inputs=("x", "norm", "router", *form.optional, "done"),
-        outputs=("normed", "logits", "chosen", "scores", "places", "order", "errands"),
+        outputs=outputs,
         shared_memory=form.shared_memory,
     )
 
 
-def choose_source(dtype: mx.Dtype, form: RouterForm) -> KernelSource:
-    numbers = f"{_CHOOSING}, {_ROUTER_WARPS}, {form.experts}, {form.chosen}, {form.shared}"
-    rows = "logits_shape[0]"
-    return KernelSource(
+def choose_source(dtype: mx.Dtype, form: RouterForm) -> CudaSource:
+    sizes = (_CHOOSING, _ROUTER_WARPS, form.experts, form.chosen, form.shared)
+    outputs = ("chosen", "scores", "counts", "errands")
+    return CudaSource(
         name="choose_experts",
-        header=source(DEVICE_SOURCE, _ROUTE_SOURCE),
+        files=(DEVICE_SOURCE, _ROUTE_SOURCE),
         bounds=(form.threads, 1),
-        body=(
-            f"{_most_errands(rows, form)}"
-            f"kernels::choose_rows<{TYPES[dtype]}, {numbers}, {form.held}>(logits, "
-            f"{_choice(form)}, done, chosen, scores, counts, errands, {rows}, most);"
-        ),
+        function="choose_rows",
+        constants=(dtype, *sizes, form.held),
+        arguments=("logits", _choice(form), "done", *outputs, Size("logits", 0)),
         inputs=("logits", *form.choosing, "done"),
-        outputs=("chosen", "scores", "counts", "errands"),
+        outputs=outputs,
         shared_memory=4 * (3 * form.experts + 2),
     )
 
 
-def place_source(_: mx.Dtype, form: RouterForm) -> KernelSource:
-    constants = f"{_CHOOSING}, {form.experts}, {form.chosen}, {form.threads}"
-    return KernelSource(
+def place_source(_: mx.Dtype, form: RouterForm) -> CudaSource:
+    return CudaSource(
         name="place_experts",
-        header=source(DEVICE_SOURCE, _ROUTE_SOURCE),
+        files=(DEVICE_SOURCE, _ROUTE_SOURCE),
         bounds=(form.threads, 1),
-        body=f"kernels::place_pairs<{constants}>(chosen, counts, places, order, chosen_shape[0]);",
+        function="place_pairs",
+        constants=(_CHOOSING, form.experts, form.chosen, form.threads),
+        arguments=("chosen", "counts", "places", "order", Size("chosen", 0)),
         inputs=("chosen", "counts"),
         outputs=("places", "order"),
         shared_memory=4 * form.experts,
     )
 
 
-def _choice(form: RouterForm) -> str:
-    """Return the choice of a row's experts as source text."""
-    flags = ", ".join(map(flag, (form.gated, form.normalised, form.corrected)))
-    scoring = f"kernels::Scoring::{form.scoring.value}"
-    given = f"{form.given('correction')}, {form.given('scales')}"
-    figures = f"{real(form.scale)}, {real(form.least)}"
-    return f"kernels::Choice<{scoring}, {flags}>{{{given}, {figures}}}"
-
-
-def _most_errands(rows: str, form: RouterForm) -> str:
-    """Return the source text that declares `most`: see `RouterForm.most_errands`."""
-    pairs = f"{rows} * {form.chosen}"
-    bound = f"{form.experts} + {pairs} / {form.held}"
-    return f"const int most = {pairs} < {bound} ? {pairs} : {bound};\n"
+def _choice(form: RouterForm) -> Struct:
+    """Return the choice of a row's experts."""
+    scoring = Name(f"Scoring::{form.scoring.value}")
+    kind = Name("Choice", (scoring, form.gated, form.normalised, form.corrected))
+    return Struct(kind, (Maybe("correction"), Maybe("scales"), form.scale, form.least))
 
 
 def misrouted(experts: Experts, made: Sequence[mx.array]) -> str | None:
@@ -596,67 +588,45 @@ def _kind(experts: Experts) -> Hashable:
     return (*sizes, experts.activation, experts.biases is not None)
 
 
-def errand_source(dtype: mx.Dtype, variant: ErrandVariant) -> KernelSource:
-    element, form, activation = TYPES[dtype], variant.form, variant.activation
-    if isinstance(form, GroupForm):
-        return _group_errand_source(element, form, variant)
-    lines, inputs = form.size_of("weight")
-    bias = flag(variant.bias)
+def errand_source(dtype: mx.Dtype, variant: ErrandVariant) -> CudaSource:
+    form, activation, mix = variant.form, variant.activation, variant.mix
+    groups, down = isinstance(form, GroupForm), activation is None
+    name = "lower" if down else "gate"
+    lines, inputs = form.size_of("weight", variant.experts * (1 if down else 2))
+    constants: tuple[Constant, ...] = (dtype, *form.constants)
+    sizes: tuple[Argument, ...] = (inputs, lines)
     if activation is None:
-        mix = variant.mix
-        name, constants = "lower", f"{bias}, {0 if mix is None else mix.chosen}"
-        mixed = ""
-        if mix is not None:
-            mixed = f"done, {mix.residual}, places, scores, mixed, scores_shape[0]"
-        sizes = f"{inputs}, {lines} / {variant.experts}, {{{mixed}}}"
+        constants += (variant.bias,)
+        if not groups:
+            rows = () if mix is None else (Size("scores", 0),)
+            given = () if mix is None else ("done", Maybe("residual"), "places", "scores", "mixed")
+            sizes += (Struct(None, (*given, *rows)),)
+            constants += (0 if mix is None else mix.chosen,)
     else:
-        name, constants = "gate", f"kernels::{activation.value}, {bias}"
-        sizes = f"{inputs}, {lines} / {2 * variant.experts}, {variant.experts}"
-    return KernelSource(
-        name=f"{name}_experts",
-        header=form.header(_ROUTE_SOURCE, _EXPERTS_SOURCE),
-        body=(
-            f"kernels::{name}_errand<{element}, {form.constants}, {constants}>("
-            f"{', '.join(variant.rows)}, {form.weight(element)}, "
-            f"{'bias' if variant.bias else 'nullptr'}, out, {sizes});"
-        ),
+        constants += (Name(activation.value), variant.bias)
+        sizes += (variant.experts,)
+    return CudaSource(
+        name=f"{name}_group_experts" if groups else f"{name}_experts",
+        files=(*form.files, _ROUTE_SOURCE, _GROUP_EXPERTS_SOURCE if groups else _EXPERTS_SOURCE),
+        bounds=(form.threads, 1) if groups else None,
+        function=f"{name}_group_errand" if groups else f"{name}_errand",
+        constants=constants,
+        arguments=(*variant.rows, form.weight(dtype), Maybe("bias"), "out", *sizes),
         inputs=variant.inputs,
         outputs=variant.outputs,
         shared_memory=form.shared_memory,
     )
 
 
-def _group_errand_source(element: str, form: GroupForm, variant: ErrandVariant) -> KernelSource:
-    lines, inputs, activation = "weight_shape[0]", "weight_shape[1]", variant.activation
-    constants = [element, form.constants]
-    if activation is None:
-        name, sizes = "lower", f"{inputs}, {lines} / {variant.experts}"
-    else:
-        name, sizes = "gate", f"{inputs}, {lines} / {2 * variant.experts}, {variant.experts}"
-        constants.append(f"kernels::{activation.value}")
-    constants.append(flag(variant.bias))
-    return KernelSource(
-        name=f"{name}_group_experts",
-        header=form.header(_ROUTE_SOURCE, _GROUP_EXPERTS_SOURCE),
-        bounds=(form.threads, 1),
-        body=(
-            f"kernels::{name}_group_errand<{', '.join(constants)}>({', '.join(variant.rows)}, "
-            f"weight, {'bias' if variant.bias else 'nullptr'}, out, {sizes});"
-        ),
-        inputs=variant.inputs,
-        outputs=variant.outputs,
-        shared_memory=form.shared_memory,
-    )
-
-
-def mix_source(dtype: mx.Dtype, mix: Mix) -> KernelSource:
-    place = "blockIdx.x * blockDim.x + threadIdx.x"
-    return KernelSource(
+def mix_source(dtype: mx.Dtype, mix: Mix) -> CudaSource:
+    return CudaSource(
         name="mix_experts",
-        header=source(DEVICE_SOURCE, _ROUTE_SOURCE),
-        body=(
-            f"kernels::mix_rows<{TYPES[dtype]}, {mix.chosen}>({mix.residual}, given, places, "
-            f"scores, out, scores_shape[0], given_shape[1], {place});"
+        files=(DEVICE_SOURCE, _ROUTE_SOURCE),
+        function="mix_all_rows",
+        constants=(dtype, mix.chosen),
+        arguments=(
+            *(Maybe("residual"), "given", "places", "scores", "out"),
+            *(Size("scores", 0), Size("given", 1)),
         ),
         inputs=("given", *mix.inputs),
         outputs=("out",),

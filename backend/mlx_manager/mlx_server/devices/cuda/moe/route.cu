@@ -333,6 +333,13 @@ __device__ __forceinline__ void order_pairs(const int* chosen, int* places, int*
   }
 }
 
+// Most errands of so many rows: see RouterForm.most_errands.
+template <int EXPERTS, int CHOSEN, int HELD>
+__device__ __forceinline__ int most_errands_of(int rows) {
+  const int pairs = rows * CHOSEN, bound = EXPERTS + pairs / HELD;
+  return pairs < bound ? pairs : bound;
+}
+
 // The last block of those that have the same rows chooses, and the last of all puts the pairs in
 // order. `done` counts them: all, and then those of the same rows.
 template <typename T, int EACH, int WARPS, int EXPERTS, int CHOSEN, int SHARED, bool BIAS, int HELD,
@@ -341,8 +348,8 @@ __device__ __forceinline__ void route_rows(const T* x, const T* norm, const T* r
                                            const T* router, const T* bias, CHOICE choice,
                                            const int* done, T* normed, float* logits, int* chosen,
                                            float* scores, int* places, int* order, int* errands,
-                                           int rows, int inputs, float epsilon,
-                                           int most_errands) {
+                                           int rows, int inputs, float epsilon) {
+  const int most_errands = most_errands_of<EXPERTS, CHOSEN, HELD>(rows);
   extern __shared__ __align__(16) unsigned char shared[];
   static_assert(WARPS % EACH == 0 && EACH <= 8 && CHOSEN <= 32);
   using Own = Router<T, EACH, WARPS, EXPERTS, CHOSEN, SHARED, CHOICE, BIAS>;
@@ -390,7 +397,8 @@ template <typename T, int ROWS, int WARPS, int EXPERTS, int CHOSEN, int SHARED, 
           typename CHOICE>
 __device__ __forceinline__ void choose_rows(const T* logits, CHOICE choice, const int* done,
                                             int* chosen, float* scores, int* counts, int* errands,
-                                            int rows, int most_errands) {
+                                            int rows) {
+  const int most_errands = most_errands_of<EXPERTS, CHOSEN, HELD>(rows);
   extern __shared__ __align__(16) unsigned char shared[];
   using Own = Router<T, 1, WARPS, EXPERTS, CHOSEN, SHARED, CHOICE, false>;
   constexpr int THREADS = WARPS * 32, AHEAD = 16;
@@ -487,6 +495,14 @@ __device__ __forceinline__ void mix_rows(const T* residual, const T* given, cons
 #pragma unroll
   for (int e = 0; e < 8; e++) result.of[e] = T(sum[e]);
   result.put(out + (long)row * width + piece * 8);
+}
+
+// All rows, in a launch of its own.
+template <typename T, int CHOSEN>
+__device__ __forceinline__ void mix_all_rows(const T* residual, const T* given, const int* places,
+                                             const float* scores, T* out, int rows, int width) {
+  const int at = blockIdx.x * blockDim.x + threadIdx.x;
+  mix_rows<T, CHOSEN>(residual, given, places, scores, out, rows, width, at);
 }
 
 }  // namespace kernels

@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from mlx_manager.mlx_server.devices.attention import check, first_right
+from mlx_manager.mlx_server.devices.attention import check
 from mlx_manager.mlx_server.devices.attention.check import (
     TOLERANCE,
     Features,
@@ -33,6 +33,7 @@ from mlx_manager.mlx_server.devices.attention.check import (
     difference,
 )
 from mlx_manager.mlx_server.devices.attention.kernel import Variant
+from mlx_manager.mlx_server.devices.attention.kinds import CHUNKS
 from mlx_manager.mlx_server.devices.cuda.attention import chunks
 from mlx_manager.mlx_server.devices.cuda.attention.chunk_plan import Blocks, QueryRun, cut
 from mlx_manager.mlx_server.devices.cuda.attention.chunk_tiles import (
@@ -226,10 +227,10 @@ class Reference:
 def test_kernels_that_fail_their_check_are_passed_over_with_a_reason(caplog):
     of = shape(8, 4, 64, F16)
     wrong, right = Reference(of, "quick", 1.5), Reference(of, "slow", 1.0)
-    assert first_right([wrong, right]) is right
-    assert "not attended by quick: chunks differ from the reference by 0.5" in caplog.text
+    assert replace(CHUNKS, build=lambda _: [wrong, right]).serving(of) is right
+    assert "not used: quick: chunks differ from the reference by 0.5" in caplog.text
     assert "slow" not in caplog.text
-    none = first_right([wrong])
+    none = replace(CHUNKS, build=lambda _: [wrong]).serving(of)
     assert isinstance(none, Unsupported)
     assert none.reason.startswith("quick: chunks differ from the reference by 0.5")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +11,7 @@ from devices.attention.test_kernels import BF16, F16, F32, stored
 
 from mlx_manager.mlx_server.devices.cuda.compiler import hopper
 from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, TYPES
-from mlx_manager.mlx_server.devices.kernel import KernelSource, source
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaSource
 
 ROWS, TOKENS = 64, 32
 # The scores of 64 queries and 32 tokens, K 64, and of the tokens' values as many sums as WIDTH; in
@@ -63,14 +63,25 @@ for (int i = 0; i < WIDTH / 2; i++)
 SOUND = {"show": "show_to_products();", "wait": "wait_products<0>();", "after": ""}
 
 
-def scores_and_sums(dtype: mx.Dtype, width: int, parts: dict[str, str]) -> KernelSource:
-    header = source(DEVICE_SOURCE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statements(CudaSource):
+    """A kernel whose text is no call."""
+
+    text: str
+
+    @property
+    def body(self) -> str:
+        return self.text
+
+
+def scores_and_sums(dtype: mx.Dtype, width: int, parts: dict[str, str]) -> CudaSource:
     products = [hopper.GroupProduct(TOKENS), hopper.GroupProduct(width, True, across=True)]
-    header += hopper.instructions(products) + source(Path(hopper.__file__).with_name("hopper.cu"))
-    return KernelSource(
+    return Statements(
         name="micro",
-        header=header,
-        body=BODY.format(type=TYPES[dtype], width=width, **parts),
+        files=(DEVICE_SOURCE, hopper.instructions(products), hopper.HOPPER_SOURCE),
+        function="",
+        arguments=(),
+        text=BODY.format(type=TYPES[dtype], width=width, **parts),
         inputs=("q", "k", "v"),
         outputs=("scores", "sums"),
         shared_memory=1024 + (64 + 32 + 2 * 32) * 128,

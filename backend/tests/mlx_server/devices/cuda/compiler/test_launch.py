@@ -6,26 +6,26 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.devices.cuda.compiler.launch import dimensions, text_of
-from mlx_manager.mlx_server.devices.kernel import KernelSource
+from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaSource, text_of
+from mlx_manager.mlx_server.devices.kernel import Size
 
-SOURCE = KernelSource(
-    "sums",
-    "__device__ int one() { return 1; }\n",
-    "out[0] = x[0] + max_x_shape[1] + x_shape[1] * y_shape[0] + x_shape[1];",
-    ("x", "y"),
-    ("out",),
+SOURCE = CudaSource(
+    name="sums",
+    files=("__device__ int one() { return 1; }\n",),
+    function="sum",
+    arguments=("x", Size("y", 0), Size("x", 1), Size("x", 1, over=2), "out"),
+    inputs=("x", "y"),
+    outputs=("out",),
 )
 TYPES = (mx.bfloat16, mx.uint32), (mx.float32,)
 
 
-def test_the_dimensions_that_a_body_reads_are_numbers_after_the_arrays() -> None:
-    assert dimensions(SOURCE) == [(0, 1), (1, 0)]
+def test_the_dimensions_that_are_arguments_are_numbers_after_the_arrays() -> None:
     name, text = text_of(SOURCE, TYPES)
     assert text.endswith(
         f'extern "C" __global__ void {name}(const __nv_bfloat16* x, const uint32_t* y, float* out, '
         "int x_shape_1, int y_shape_0) {\n"
-        "out[0] = x[0] + max_x_shape[1] + x_shape_1 * y_shape_0 + x_shape_1;\n}\n"
+        "kernels::sum(x, y_shape_0, x_shape_1, x_shape_1 / 2, out);\n}\n"
     )
 
 
@@ -36,8 +36,8 @@ def test_a_kernel_is_compiled_for_the_blocks_that_it_is_launched_in() -> None:
 
 def test_a_kernel_has_another_name_where_its_text_differs() -> None:
     others = [
-        replace(SOURCE, header=""),
-        replace(SOURCE, body="out[0] = 0;"),
+        replace(SOURCE, files=()),
+        replace(SOURCE, function="addition"),
         replace(SOURCE, bounds=(128, 1)),
     ]
     names = {text_of(source, TYPES)[0] for source in (SOURCE, *others)}

@@ -12,6 +12,7 @@ from mlx_manager.mlx_server.devices.cuda.compiler.nvrtc import (
     CompiledCode,
     include_folders,
 )
+from mlx_manager.mlx_server.devices.kept import Kept
 
 TEXT = 'extern "C" __global__ void one(float* out) { out[0] = 1; }\n'
 STEPS = "".join(f"if (out[{n}] > {n}) out[{n}] = {n + 1};\n" for n in range(200))
@@ -46,11 +47,11 @@ def test_code_is_kept_for_the_next_process_and_the_user_alone(
     compiler: NVRTC, tmp_path: Path
 ) -> None:
     folder = tmp_path / "kernels"
-    first = CompiledCode(compiler, folder).of(TEXT, HOPPER)
+    first = CompiledCode(compiler, Kept(folder)).of(TEXT, HOPPER)
     (file,) = stored(folder)
     assert (folder.stat().st_mode | file.stat().st_mode) & 0o077 == 0
     written = file.stat().st_mtime_ns
-    assert CompiledCode(compiler, folder).of(TEXT, HOPPER) == first
+    assert CompiledCode(compiler, Kept(folder)).of(TEXT, HOPPER) == first
     assert stored(folder) == [file]
     assert file.stat().st_mtime_ns == written
 
@@ -59,7 +60,7 @@ def test_code_is_kept_for_the_next_process_and_the_user_alone(
 def test_a_file_that_was_spoiled_is_made_anew(
     compiler: NVRTC, tmp_path: Path, spoiled: bytes
 ) -> None:
-    code = CompiledCode(compiler, tmp_path)
+    code = CompiledCode(compiler, Kept(tmp_path))
     first = code.of(TEXT, HOPPER)
     (file,) = stored(tmp_path)
     good = file.read_bytes()
@@ -74,7 +75,7 @@ def test_a_file_that_was_spoiled_is_made_anew(
 def test_another_text_or_architecture_has_code_of_its_own(
     compiler: NVRTC, tmp_path: Path, text: str, architecture: str
 ) -> None:
-    code = CompiledCode(compiler, tmp_path)
+    code = CompiledCode(compiler, Kept(tmp_path))
     assert code.of(TEXT, HOPPER) != code.of(text, architecture)
     assert len(stored(tmp_path)) == 2
 
@@ -84,7 +85,7 @@ def test_without_a_folder_that_can_be_written_to_code_is_made_each_time(
 ) -> None:
     (tmp_path / "file").touch()
     for folder in (None, tmp_path / "file" / "kernels"):
-        assert CompiledCode(compiler, folder).of(TEXT, HOPPER).startswith(b"\x7fELF")
+        assert CompiledCode(compiler, Kept(folder)).of(TEXT, HOPPER).startswith(b"\x7fELF")
 
 
 def test_a_toolkit_that_the_owner_names_gives_its_headers(tmp_path: Path, monkeypatch) -> None:
@@ -96,7 +97,7 @@ def test_a_toolkit_that_the_owner_names_gives_its_headers(tmp_path: Path, monkey
 def test_code_is_kept_compressed_where_there_is_nvidia_s_library(
     compiler: NVRTC, tmp_path: Path
 ) -> None:
-    plain = CompiledCode(compiler, tmp_path).of(LONG, HOPPER)
-    small = CompiledCode(compiler, tmp_path, installed_fatbin()).of(LONG, HOPPER)
+    plain = CompiledCode(compiler, Kept(tmp_path)).of(LONG, HOPPER)
+    small = CompiledCode(compiler, Kept(tmp_path), installed_fatbin()).of(LONG, HOPPER)
     assert len(small) < len(plain) / 2
     assert len(stored(tmp_path)) == 2
