@@ -1,4 +1,4 @@
-"""Picture files of a person's, as requests carry them."""
+"""Picture files that a person names on the command line, as requests carry them."""
 
 from __future__ import annotations
 

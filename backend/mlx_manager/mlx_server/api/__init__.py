@@ -1,0 +1,1 @@
+"""The rim: routes, keys, bodies, streams. `protocols` translates, and `services` has the calls."""

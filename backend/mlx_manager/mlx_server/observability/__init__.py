@@ -1,0 +1,1 @@
+"""Metrics, spans and logs. The audit log is in `services`."""

@@ -1,0 +1,1 @@
+"""Translations, pure ones: a body to `core.GenerationRequest`s, and `core.Event`s to an answer."""

@@ -1,0 +1,1 @@
+"""Bodies and answers of every protocol, as they are validated."""

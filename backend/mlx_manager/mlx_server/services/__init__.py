@@ -1,0 +1,1 @@
+"""One way through a call for every protocol (`inference`, `calls`), and what is kept of calls."""

@@ -1,0 +1,1 @@
+"""Small things that know nothing of models: the memory ledger, threads, clocks, texts."""

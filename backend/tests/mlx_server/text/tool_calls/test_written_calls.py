@@ -379,3 +379,15 @@ def test_a_bare_object_with_another_formats_keys_is_text() -> None:
     form = MADE_UP[-1]
     text = '{"action": "now", "input": {}}'
     assert parse([text], output_of(form, outputs.OFFERED)).values == []
+
+
+def test_a_call_between_free_text_has_the_keys_of_its_format() -> None:
+    form = MADE_UP[-1]
+    _, grammars = tokenizer_of(form, tokens=False)
+    tools = (Tool("now"),)
+    taken = {}
+    for name, arguments in [("action", "action_input"), ("name", "parameters")]:
+        matcher = grammars.free_calls(form, tools, form.openers, param="tools")
+        tokens = grammars.texts.tokenize_str(json.dumps({name: "now", arguments: {}}))
+        taken[name] = matcher.try_consume_tokens(tokens) == len(tokens)
+    assert taken == {"action": True, "name": False}
