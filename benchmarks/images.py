@@ -97,6 +97,8 @@ def arrival(server: Server, side: int, tokens: int, after: float, number: int) -
     idle, meanwhile = gaps(streams, newcomer.started, newcomer.first)
     if not idle or not meanwhile:
         refuse("the picture came before all streams ran: a longer --after is needed")
+    if 2 * statistics.median(idle) < statistics.mean(idle):
+        refuse("pieces come several at a time even before the picture: the machine is too busy")
     first = newcomer.first - newcomer.started
     worst = [percentile(values, 0.99) for values in (idle, meanwhile)]
     return [statistics.median(idle), *worst, max(meanwhile), first]
