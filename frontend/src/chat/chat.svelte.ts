@@ -22,6 +22,8 @@ import * as storage from './storage';
 const REMEMBERED = 'mlx-manager-chat-settings';
 /** Milliseconds between two looks of the screen at an answer that comes. */
 const FRAME = 60;
+/** Milliseconds of an answer below which its rate says nothing. */
+const BRIEF = 2;
 const MOST_ROUNDS = 8;
 
 function remembered(): Settings {
@@ -225,7 +227,7 @@ class Writer {
       }
     }
     if (chunk.finish) message.finish = chunk.finish;
-    this.#perSecond = chunk.timings?.predicted_per_second ?? this.#perSecond;
+    if ((chunk.timings?.predicted_ms ?? 0) >= BRIEF) this.#perSecond = chunk.timings?.predicted_per_second;
     if (chunk.usage) this.#count(chunk.usage);
     this.#timer ??= setTimeout(() => this.#show(), FRAME);
   }

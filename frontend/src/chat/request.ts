@@ -10,7 +10,7 @@ export interface Chunk {
   calls?: { index: number; id?: string; name?: string; arguments?: string }[];
   finish?: string;
   usage?: { prompt: number; cached: number; completion: number };
-  timings?: { predicted_per_second?: number };
+  timings?: { predicted_ms?: number; predicted_per_second?: number };
 }
 
 function content(message: Message): unknown {
