@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.core import Sampling
-from mlx_manager.mlx_server.devices.draws import MOST_TOKENS, DrawKernel, Wish, checked
+from mlx_manager.mlx_server.devices.draws import MOST_TOKENS, DrawKernel, Parameter, checked
 from mlx_manager.mlx_server.devices.draws.chances import chances, halves
 
 # The draw finds its block first and its token within the block.
@@ -108,12 +108,12 @@ class SamplingBatch:
         self.rows = rows
         self.greedy = [i for i, row in enumerate(rows) if row.greedy]
         self.filtered = [i for i, row in enumerate(rows) if row.filtered]
-        self._columns: dict[Wish, mx.array] = {}
+        self._columns: dict[Parameter, mx.array] = {}
         self._next: tuple[list[int], mx.array] = [], mx.array([])
 
     @cached_property
     def host(self) -> NDArray[np.float32]:
-        """Return the parameters, (rows, len(Wish)) float32, on the host."""
+        """Return the parameters, (rows, len(Parameter)) float32, on the host."""
         return np.array(
             [
                 (
@@ -126,17 +126,17 @@ class SamplingBatch:
                 for row in self.rows
             ],
             np.float32,
-        ).reshape(-1, len(Wish))
+        ).reshape(-1, len(Parameter))
 
     @cached_property
-    def wishes(self) -> mx.array:
+    def parameters(self) -> mx.array:
         """Return `host` as an array in the device's memory, so that a GPU need not fetch it."""
         return mx.array(self.host) + 0
 
     @cached_property
     def wants_best(self) -> mx.array:
         """Return which rows are in `greedy`, (rows,) bool."""
-        return self.column(Wish.GREEDY)[:, 0] > 0
+        return self.column(Parameter.GREEDY)[:, 0] > 0
 
     @cached_property
     def _seeds(self) -> NDArray[np.uint64]:
@@ -157,14 +157,14 @@ class SamplingBatch:
         if expected != drawn:
             places = mx.array(list(drawn), mx.uint32)
         # Steps that follow one another take nothing from the host: a GPU stops to fetch it.
-        tokens, places = kernel.draw(logits, self.wishes, self.seeds, places)
+        tokens, places = kernel.draw(logits, self.parameters, self.seeds, places)
         self._next = [n + 1 for n in drawn], places
         return tokens
 
-    def column(self, which: Wish) -> mx.array:
+    def column(self, which: Parameter) -> mx.array:
         """Return one parameter of all rows, (rows, 1), on the device."""
         if which not in self._columns:
-            self._columns[which] = self.wishes[:, which : which + 1]
+            self._columns[which] = self.parameters[:, which : which + 1]
         return self._columns[which]
 
     @cached_property
@@ -205,7 +205,7 @@ def best(logits: mx.array) -> mx.array:
 
 def sample_portably(logits: mx.array, batch: SamplingBatch, drawn: Sequence[int]) -> mx.array:
     """Draw as `DrawKernel` does, in MLX's own operations; at least one row is not greedy."""
-    scaled = logits.astype(mx.float32) / batch.column(Wish.HEAT)
+    scaled = logits.astype(mx.float32) / batch.column(Parameter.TEMPERATURE)
     scaled = scaled - scaled.max(axis=-1, keepdims=True)
     if batch.filtered:
         scaled = _filter(scaled, batch)
@@ -257,8 +257,8 @@ def _filter(scaled: mx.array, batch: SamplingBatch) -> mx.array:
 
 def _filtered(scaled: mx.array, batch: SamplingBatch) -> mx.array:
     # Relative to the best token, which is at 0: min_p needs no sort.
-    limit = batch.column(Wish.FLOOR)
-    if (batch.host[:, Wish.KEEP] > 0).any() or (batch.host[:, Wish.MASS] < 1.0).any():
+    limit = batch.column(Parameter.LOG_MIN_P)
+    if (batch.host[:, Parameter.TOP_K] > 0).any() or (batch.host[:, Parameter.TOP_P] < 1.0).any():
         limit = mx.maximum(limit, _nucleus(scaled, batch))
     return mx.where(scaled < limit, -mx.inf, scaled)
 
@@ -266,11 +266,11 @@ def _filtered(scaled: mx.array, batch: SamplingBatch) -> mx.array:
 def _nucleus(own: mx.array, batch: SamplingBatch) -> mx.array:
     """Return the logit of the last token that top_k and then top_p keep, (rows, 1)."""
     vocabulary = own.shape[-1]
-    kept = batch.host[:, Wish.KEEP]
+    kept = batch.host[:, Parameter.TOP_K]
     enough = vocabulary if (kept == 0).any() else int(kept.max())
-    keep = batch.column(Wish.KEEP)
+    keep = batch.column(Parameter.TOP_K)
     keep = mx.where(keep > 0, keep, vocabulary)
-    mass = batch.column(Wish.MASS)
+    mass = batch.column(Parameter.TOP_P)
     if enough > CANDIDATES and vocabulary > CANDIDATES and mx.default_device() == mx.cpu:
         head = _descending(mx.topk(own, CANDIDATES, axis=-1))
         within = mx.exp(head).sum(-1, keepdims=True) >= mass * mx.exp(own).sum(-1, keepdims=True)

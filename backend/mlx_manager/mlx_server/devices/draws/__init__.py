@@ -13,11 +13,11 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.devices.draws.check import self_check
 from mlx_manager.mlx_server.devices.draws.kernel import MOST_TOKENS, DrawKernel, build
-from mlx_manager.mlx_server.devices.draws.wish import Wish
+from mlx_manager.mlx_server.devices.draws.parameter import Parameter
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.devices.kinds import DTYPES, Case, KernelKind, alone, checks
 
-__all__ = ["MOST_TOKENS", "SAMPLING", "DrawKernel", "Wish", "build", "checked"]
+__all__ = ["MOST_TOKENS", "SAMPLING", "DrawKernel", "Parameter", "build", "checked"]
 
 SAMPLING: KernelKind[mx.Dtype, DrawKernel] = KernelKind(
     "sampling", alone(build), self_check, lambda: (Case(None, dtype, dtype) for dtype in DTYPES)

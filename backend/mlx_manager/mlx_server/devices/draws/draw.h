@@ -14,14 +14,14 @@ namespace kernels {
 enum { kPiece = 8, kTile = 32 * kPiece, kAhead = 4, kBins = 2048, kLevels = 3 };
 enum { kLargestFinite = 0x7f7fffff };
 
-// Of a row. `heat` is the temperature, `floor` the natural logarithm of min_p, `keep` top_k (0 for
-// all), `mass` top_p, and `chance`, at least 0 and below 1, decides the draw.
-struct Wishes {
-  float heat;
+// Of a row, in the order of parameter.py. `log_min_p` is a natural logarithm, `top_k` 0 for all, and
+// `chance`, at least 0 and below 1, decides the draw.
+struct Parameters {
+  float temperature;
   bool greedy;
-  float floor;
-  int keep;
-  float mass;
+  float log_min_p;
+  int top_k;
+  float top_p;
   float chance;
 };
 
@@ -315,26 +315,26 @@ FUNCTION Best<T> best_of(LOCAL const Row<T, WARPS>& row, SHARED Scratch<WARPS, C
 
 // The token of a row, for thread `me` of the block; known to one thread, -1 to all others.
 template <typename T, int WARPS, int COPIES>
-FUNCTION int draw(const GLOBAL T* logits, int vocabulary, Wishes wishes,
+FUNCTION int draw(const GLOBAL T* logits, int vocabulary, Parameters parameters,
                   SHARED Scratch<WARPS, COPIES>* scratch, int me) {
   const Row<T, WARPS> row = {logits, vocabulary, me / 32, me % 32};
   const Best<T> best = best_of(row, scratch);
-  if (wishes.greedy) return me == 0 ? best.place : -1;
+  if (parameters.greedy) return me == 0 ? best.place : -1;
 
-  const float top = best.value, scale = smaller(kLog2e / wishes.heat, 1e30f);
+  const float top = best.value, scale = smaller(kLog2e / parameters.temperature, 1e30f);
   unsigned widest = kLargestFinite;
   float excess = 0.0f;
-  if (wishes.keep > 0 && wishes.keep < vocabulary) {
-    const float keep = float(wishes.keep);
+  if (parameters.top_k > 0 && parameters.top_k < vocabulary) {
+    const float keep = float(parameters.top_k);
     const Border border = search<false>(row, scratch, top, scale, widest, keep, 0.0f);
     widest = border.key;
     // Ties with the last one kept are kept, but top_p is a part of what top_k asks for.
     const float beyond = larger(border.before + border.content - keep, 0.0f);
     excess = beyond * power_of_two(-float_of(widest) * scale);
   }
-  if (wishes.mass < 1.0f)
-    widest = search<true>(row, scratch, top, scale, widest, wishes.mass, excess).key;
-  const Weights<T> weights = {top, scale, smaller(float_of(widest), -wishes.floor * wishes.heat)};
+  if (parameters.top_p < 1.0f)
+    widest = search<true>(row, scratch, top, scale, widest, parameters.top_p, excess).key;
+  const Weights<T> weights = {top, scale, smaller(float_of(widest), -parameters.log_min_p * parameters.temperature)};
 
   Sum<T> mine = {weights, 0.0f};
   row.walk(mine);
@@ -343,7 +343,7 @@ FUNCTION int draw(const GLOBAL T* logits, int vocabulary, Wishes wishes,
   meet();
   float total = 0.0f;
   for (int warp = 0; warp < WARPS; warp++) total += scratch->sums[warp];
-  const float target = wishes.chance * total;
+  const float target = parameters.chance * total;
   float running = 0.0f;
   int chosen = -1;
   for (int warp = 0; warp < WARPS && chosen < 0; warp++) {
@@ -361,11 +361,11 @@ FUNCTION int draw(const GLOBAL T* logits, int vocabulary, Wishes wishes,
   return found.place >= 0 ? found.place : last;
 }
 
-// Draws for row `row` of `logits` what row `row` of `wishes`, of which there are `asked`, asks for;
-// later rows are padding. `seeds` has the lower half of each first. Metal has inputs of few elements
-// in another address space, so their types are deduced.
+// Draws for a row of `logits` by the same row of `parameters`, of which there are `asked`; later rows
+// are padding. `seeds` has the lower half of each first. Metal has inputs of few elements in another
+// address space, so their types are deduced.
 template <typename T, int WARPS, int COPIES, typename Floats, typename Seeds, typename Drawn>
-FUNCTION void draw_row(const GLOBAL T* logits, int vocabulary, Floats wishes, int asked,
+FUNCTION void draw_row(const GLOBAL T* logits, int vocabulary, Floats parameters, int asked,
                        Seeds seeds, Drawn drawn, GLOBAL unsigned* tokens,
                        GLOBAL unsigned* following, SHARED Scratch<WARPS, COPIES>* scratch, int row,
                        int me) {
@@ -374,10 +374,11 @@ FUNCTION void draw_row(const GLOBAL T* logits, int vocabulary, Floats wishes, in
     return;
   }
   const Wide seed = Wide(seeds[2 * row + 1]) << 32 | seeds[2 * row];
-  const Wishes wished = {wishes[row * 5], bool(wishes[row * 5 + 1]), wishes[row * 5 + 2],
-                         int(wishes[row * 5 + 3]), wishes[row * 5 + 4],
-                         chance_of(seed, drawn[row])};
-  const int token = draw<T, WARPS, COPIES>(logits + long(row) * vocabulary, vocabulary, wished, scratch, me);
+  const Parameters own = {parameters[row * 5],     bool(parameters[row * 5 + 1]),
+                          parameters[row * 5 + 2], int(parameters[row * 5 + 3]),
+                          parameters[row * 5 + 4], chance_of(seed, drawn[row])};
+  const int token =
+      draw<T, WARPS, COPIES>(logits + long(row) * vocabulary, vocabulary, own, scratch, me);
   if (token >= 0) tokens[row] = token;
   if (me == 0) following[row] = drawn[row] + 1;
 }

@@ -40,13 +40,13 @@ registers."""
 MOST_TOKENS = (1 << 20) - 1
 """Largest vocabulary: weights are summed in 32-bit integers, 12 bits of each weight at a time."""
 
-INPUTS = ("logits", "wishes", "seeds", "drawn")
+INPUTS = ("logits", "parameters", "seeds", "drawn")
 OUTPUTS = ("tokens", "following")
 
 _TEXT = Path(__file__).with_name("draw.h")
 _CUDA_FILES = (cuda.DEVICE_SOURCE, _TEXT.with_suffix(".cu"), _TEXT)
 _DRAWN: tuple[Argument, ...] = (
-    *("logits", Size("logits", 1), "wishes", Size("wishes", 0), "seeds", "drawn"),
+    *("logits", Size("logits", 1), "parameters", Size("parameters", 0), "seeds", "drawn"),
     *("tokens", "following", "scratch"),
 )
 
@@ -93,13 +93,14 @@ class DrawKernel:
         return tokens
 
     def draw(
-        self, logits: mx.array, wishes: mx.array, seeds: mx.array, drawn: mx.array
+        self, logits: mx.array, parameters: mx.array, seeds: mx.array, drawn: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Draw one token for each row.
 
         Args:
             logits: (rows, vocabulary), of `MOST_TOKENS` at most. Minus infinity excludes a token.
-            wishes: (rows that draw, len(Wish)) float32; later rows of `logits` are padding.
+            parameters: (rows that draw, len(Parameter)) float32; later rows of `logits` are
+                padding.
             seeds: (rows that draw, 2) uint32, the lower half first.
             drawn: (rows that draw,) uint32, tokens that each row has drawn before. Seeds and
                 `drawn` decide the token: see `chances`.
@@ -109,7 +110,7 @@ class DrawKernel:
         """
         rows = logits.shape[0]
         tokens, following = self._kernel(
-            inputs=[logits, wishes, seeds, drawn],
+            inputs=[logits, parameters, seeds, drawn],
             grid=(rows * self._threads, 1, 1),
             threadgroup=(self._threads, 1, 1),
             output_shapes=[(rows,), drawn.shape],

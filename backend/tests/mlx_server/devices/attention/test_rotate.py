@@ -23,12 +23,12 @@ from devices.attention.test_kernels import (
 )
 from devices.portable import Portable
 
-from mlx_manager.mlx_server.devices.attention import self_check
 from mlx_manager.mlx_server.devices.attention.check import (
     TOLERANCE,
     FreshProblem,
     difference,
     random_problem,
+    self_check,
 )
 from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Rotary, Variant
 from mlx_manager.mlx_server.devices.attention.splits import plan

@@ -13,7 +13,7 @@ from thorough import ALL
 from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.devices.draws import checked, kernel
 from mlx_manager.mlx_server.devices.draws.chances import chances, seed_of
-from mlx_manager.mlx_server.devices.draws.check import CHANCES, Problem, random_problem, wish
+from mlx_manager.mlx_server.devices.draws.check import CHANCES, Problem, random_problem, row_of
 from mlx_manager.mlx_server.devices.draws.kernel import Form
 from mlx_manager.mlx_server.engine.sampling import SamplerState, SamplingBatch, sample_portably
 
@@ -36,13 +36,13 @@ class Emulated:
         ]
         self._library = compile_entries(entries)
 
-    def draw(self, logits, wishes, seeds, drawn, form=SMALL):
+    def draw(self, logits, parameters, seeds, drawn, form=SMALL):
         rows, dtype = logits.shape[0], logits.dtype
         tokens, following = np.full(rows, NEVER, np.uint32), np.zeros(len(seeds), np.uint32)
         given = np.array(logits if dtype == F32 else logits.view(mx.uint16))
         self._library.call(
             self._forms.index((dtype, form)),
-            [given, *map(np.array, (wishes, seeds, drawn))],
+            [given, *map(np.array, (parameters, seeds, drawn))],
             [tokens, following],
             (rows * form.threads, 1, 1),
             (form.threads, 1, 1),
@@ -51,7 +51,7 @@ class Emulated:
 
     def solve(self, problem: Problem, dtype: mx.Dtype, form: Form = SMALL) -> np.ndarray:
         logits = mx.array(problem.logits).astype(dtype)
-        given = map(mx.array, (problem.wishes, *problem.origins))
+        given = map(mx.array, (problem.parameters, *problem.origins))
         return np.array(self.draw(logits, *given, form)[0])
 
 
@@ -60,9 +60,9 @@ def emulated(request) -> Emulated:
     return Emulated(request.param, request.getfixturevalue(f"compile_{request.param}"))
 
 
-def problem_of(rows, wishes, decided) -> Problem:
+def problem_of(rows, parameters, decided) -> Problem:
     """Values that float32 has."""
-    numbers = [np.array(each, np.float32) for each in (rows, wishes, decided)]
+    numbers = [np.array(each, np.float32) for each in (rows, parameters, decided)]
     return Problem(*numbers)
 
 
@@ -76,7 +76,7 @@ def test_every_row_draws_what_its_chance_says(emulated, dtype, vocabulary):
 def test_a_block_as_large_as_on_a_device_takes_several_turns(emulated):
     vocabulary = 4 * 256 * emulated.whole.threads // 32 + 296
     problem = random_problem(vocabulary, BF16, CHANCES[2:3])
-    some = Problem(problem.logits[::11], problem.wishes[::11], problem.chances[::11])
+    some = Problem(problem.logits[::11], problem.parameters[::11], problem.chances[::11])
     assert some.mistake(emulated.solve(some, BF16, emulated.whole)) is None
 
 
@@ -101,8 +101,8 @@ def rows(draw: st.DrawFn) -> np.ndarray:
 
 
 wanted = st.builds(
-    wish,
-    heat=st.sampled_from([1e-3, 0.3, 1.0, 2.0]),
+    row_of,
+    temperature=st.sampled_from([1e-3, 0.3, 1.0, 2.0]),
     greedy=st.sampled_from([False, False, False, True]),
     min_p=st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0]),
     top_k=st.sampled_from([0, 0, 1, 2, 40, 999, 5000]),
@@ -116,30 +116,32 @@ chance = st.sampled_from([0.0, 2.0**-23, 1 - 2.0**-23]) | st.integers(0, 2**23 -
 @settings(max_examples=150 if ALL else 75, deadline=None)
 @given(row=rows(), asked=st.lists(st.tuples(wanted, chance), min_size=1, max_size=5))
 def test_whatever_rows_ask_for_they_draw_by_the_definition(emulated, row, asked):
-    wishes, decided = zip(*asked, strict=True)
-    problem = problem_of([row] * len(asked), wishes, decided)
+    parameters, decided = zip(*asked, strict=True)
+    problem = problem_of([row] * len(asked), parameters, decided)
     assert problem.mistake(emulated.solve(problem, F32)) is None
 
 
 @settings(max_examples=40, deadline=None)
 @given(row=rows(), asked=st.lists(st.tuples(wanted, chance), min_size=2, max_size=6))
 def test_a_row_draws_in_company_what_it_draws_alone(emulated, row, asked):
-    wishes, decided = zip(*asked, strict=True)
+    parameters, decided = zip(*asked, strict=True)
     flipped = [row if i % 2 else -np.where(np.isinf(row), 0, row) for i in range(len(asked))]
-    together = emulated.solve(problem_of(flipped, wishes, decided), F32)
+    together = emulated.solve(problem_of(flipped, parameters, decided), F32)
     for i in range(len(asked)):
-        alone = problem_of(flipped[i : i + 1], wishes[i : i + 1], decided[i : i + 1])
+        alone = problem_of(flipped[i : i + 1], parameters[i : i + 1], decided[i : i + 1])
         assert emulated.solve(alone, F32)[0] == together[i]
 
 
-@pytest.mark.parametrize("asked", [wish(), wish(top_p=0.5), wish(top_k=3), wish(greedy=True)])
+@pytest.mark.parametrize(
+    "asked", [row_of(), row_of(top_p=0.5), row_of(top_k=3), row_of(greedy=True)]
+)
 @pytest.mark.parametrize("filling", [-np.inf, np.inf, np.nan])
 def test_rows_without_a_distribution_draw_some_token(emulated, asked, filling):
     problem = problem_of(np.full((1, 77), filling), [asked], [0.5])
     assert emulated.solve(problem, F32)[0] < 77
 
 
-@pytest.mark.parametrize("asked", [wish(top_k=3), wish(top_p=0.7), wish(top_k=3, top_p=0.9)])
+@pytest.mark.parametrize("asked", [row_of(top_k=3), row_of(top_p=0.7), row_of(top_k=3, top_p=0.9)])
 def test_both_zeros_are_the_same_logit(emulated, asked):
     zeros = np.array([-0.0, 0.0, 0.0, -0.2, -0.2, -0.2, -0.2])
     problem = problem_of([zeros] * len(CHANCES), [asked] * len(CHANCES), CHANCES)
@@ -149,7 +151,7 @@ def test_both_zeros_are_the_same_logit(emulated, asked):
 def test_tokens_come_as_often_as_their_probability_says(emulated):
     logits = np.linspace(0, -4, 20).astype(np.float32)
     draws, seeds = 400, np.arange(400, dtype=np.uint64)
-    asked = wish(1.4, top_k=12, top_p=0.8)
+    asked = row_of(1.4, top_k=12, top_p=0.8)
     problem = problem_of([logits] * draws, [asked] * draws, chances(seeds, [0] * draws))
     counts = np.bincount(emulated.solve(problem, F32))
     weights = np.exp(logits[: len(counts)].astype(np.float64) / asked[0])

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason="clang is not in .venv-clients; `make clients` installs it"
 )
 INTEGERS = {"table", "lengths", "items", "slots", "written"}
-FLOATS = {"sinks", "rotation", "partial", "partial_figures", "wishes"}
+FLOATS = {"sinks", "rotation", "partial", "partial_figures", "parameters"}
 UNSIGNED = {"seeds", "drawn", "tokens", "following"}
 
 
