@@ -145,8 +145,11 @@ class KernelSource(ABC):
 
     def _argument(self, argument: Argument) -> str:
         names = {*self.inputs, *self.outputs}
-        text = "nullptr"
         match argument:
+            case None:
+                text = "nullptr"
+            case Maybe(name):
+                text = name if name in names else "nullptr"
             case Size(of, axis, times, over):
                 by = f" * {times}" if times > 1 else ""
                 text = f"{self.size(of, axis)}{by}" + (f" / {over}" if over > 1 else "")
@@ -157,13 +160,12 @@ class KernelSource(ABC):
             case int():
                 text = str(argument)
             case float():
-                text = f"{argument!r}f"
-            case Maybe(name) if name in names:
-                text = name
-            case str():
-                if argument not in names | self.places:
-                    raise ValueError(f"{self.name}: {argument} is neither an input nor an output")
+                # A number of numpy's has another repr.
+                text = f"{float(argument)!r}f"
+            case str() if argument in names | self.places:
                 text = argument
+            case _:
+                raise ValueError(f"{self.name}: {argument} is neither an input nor an output")
         return text
 
     def _constant(self, constant: Constant) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_manager.mlx_server.devices.kernel import Maybe, Name, Size, Struct, source
@@ -61,9 +62,14 @@ def test_a_dimension_of_an_argument_within_another_is_found() -> None:
     assert text.sizes == [(0, 0), (1, 1)]
 
 
-def test_an_argument_that_is_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="add: y is neither an input nor an output"):
-        _ = replace(TEXT, arguments=("y",)).body
+@pytest.mark.parametrize("argument", ["y", np.int64(3)], ids=str)
+def test_an_argument_that_is_nothing_is_refused(argument) -> None:
+    with pytest.raises(ValueError, match=f"add: {argument} is neither an input nor an output"):
+        _ = replace(TEXT, arguments=(argument,)).body
+
+
+def test_a_number_of_numpys_is_a_number() -> None:
+    assert replace(TEXT, constants=(), arguments=(np.float64(0.5),)).body == "kernels::add(0.5f);"
 
 
 def test_a_kernel_whose_text_has_changed_has_another_name() -> None:
