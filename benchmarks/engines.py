@@ -101,7 +101,10 @@ def tell(doing: str) -> None:
 class OurEngine:
     """The text backend on its MLX thread, driven from an event loop of its own."""
 
-    def __init__(self, model: Path, limits: PoolLimits | None = None) -> None:
+    def __init__(
+        self, model: Path, limits: PoolLimits | None = None, engine: EngineLimits | None = None
+    ) -> None:
+        self._engine = engine or EngineLimits()
         self._runner = asyncio.Runner()
         self._limits = limits or PoolLimits()
         self.thread = MLXThread()
@@ -118,7 +121,7 @@ class OurEngine:
         # As the server has it; one model alone has room for its steps.
         foresight = Foresight(multiplies_packed=multiplies_packed)
         loaded = load(source, self._limits, self.ledger, foresight=foresight, doing=tell)
-        return loaded, prepare(loaded, self.thread, EngineLimits(), self.ledger, doing=tell)
+        return loaded, prepare(loaded, self.thread, self._engine, self.ledger, doing=tell)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)

@@ -118,6 +118,9 @@ class StandInPool:
     def is_loaded(self, model_id: str) -> bool:
         return True
 
+    async def sees(self, model_id: str) -> bool:
+        return False
+
     def overlay(self, model_id: str) -> Overlay:
         return NO_OVERLAY
 

@@ -23,6 +23,7 @@ from mlx_manager.mlx_server.settings import (
     Secret,
     Setting,
     Settings,
+    Speculation,
 )
 
 DEMO_MODEL = Settings.model
@@ -42,7 +43,8 @@ class EngineLimits:
     page_size: tokens a KV page. prefill_chunk: most prompt tokens processed in one step (None: by
     the device).
     prefix_cache: unreferenced pages stay for reuse. image_cache: bytes of pictures' features that
-    are kept for reuse.
+    are kept for reuse. speculation: whether drafts are tried where that is faster, wherever one is
+    found, or never. longest_draft: most tokens of a draft.
     """
 
     max_rows: int = Settings.max_rows
@@ -51,6 +53,8 @@ class EngineLimits:
     prefill_chunk: int | None = None
     prefix_cache: bool = True
     image_cache: int = int(Settings.image_cache_mb * 2**20)
+    speculation: Speculation = Settings.speculation
+    longest_draft: int = Settings.draft_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +365,8 @@ class MLXServerSettings(_Fields):
             self.prefill_chunk,
             self.prefix_cache,
             int(self.image_cache_mb * 2**20),
+            self.speculation,
+            self.draft_tokens,
         )
 
     @cached_property

@@ -286,6 +286,9 @@ class Caller:
     request_id: str = ""
 
 
+Speculation = Literal["auto", "off"]
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One row of a batch, from a request of any protocol.
@@ -296,7 +299,9 @@ class GenerationRequest:
     it, the text that ends thinking is written for the model. Lower `priority` goes first.
     `return_ids` asks for token ids in `Started` and `Finished`. `inputs` are the texts of a call
     that generates nothing, in place of the prompt, for observers. `context_length` limits prompt
-    and answer together where the owner allows fewer tokens than the model takes.
+    and answer together where the owner allows fewer tokens than the model takes. `prediction` is
+    a text that the answer is expected to be much like. `speculation` "off": no tokens are tried
+    ahead, "auto": as the server's setting says; None is left to the owner.
     """
 
     model: str
@@ -312,6 +317,8 @@ class GenerationRequest:
     return_ids: bool = False
     inputs: tuple[str | tuple[int, ...], ...] = ()
     context_length: int | None = None
+    prediction: str = ""
+    speculation: Speculation | None = None
     request_id: str = ""
     caller: Caller = Caller()
 
@@ -322,13 +329,15 @@ class Overlay:
 
     system: a text before the request's own system messages. template_args: for the chat template,
     where the request does not set them. thinking_budget: tokens, where the request names none.
-    context_length: the most tokens of prompt and answer together, for every request.
+    context_length: the most tokens of prompt and answer together, for every request. speculation:
+    whether tokens are tried ahead, where the request does not say.
     """
 
     system: str | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
     thinking_budget: int | None = None
     context_length: int | None = None
+    speculation: Speculation | None = None
 
 
 NO_OVERLAY = Overlay()
@@ -382,13 +391,16 @@ class RerankRequest:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts. `cached_tokens` of the prompt were found in the prefix cache, and `kept_tokens`
-    are new in it."""
+    are new in it. `accepted_prediction_tokens` of the prediction were tried and are in the answer,
+    and `rejected_prediction_tokens` were tried and are not."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     kept_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,4 +48,5 @@ def overlaid(request: GenerationRequest, prompt: Prompt, overlay: Overlay) -> Ge
         prompt=prompt,
         thinking_budget=overlay.thinking_budget if budget is None else budget,
         context_length=overlay.context_length,
+        speculation=request.speculation or overlay.speculation,
     )

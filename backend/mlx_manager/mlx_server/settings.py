@@ -28,6 +28,7 @@ MOST = 2**20
 
 ReasoningField = Literal["reasoning_content", "reasoning"]
 ImagesAsText = Literal["history", "never", "always"]
+Speculation = Literal["auto", "on", "off"]
 
 
 def setting(default: object, text: str, metavar: str | None = None, **bounds: Any) -> Any:
@@ -160,6 +161,12 @@ class Memory:
         "Size limit of what a model has read of pictures and keeps for more questions about them; "
         "the least recently used are removed",
     )
+    speculation: Speculation = setting(
+        "auto",
+        "Try several tokens in one step that an answer repeats or has to have: where that is "
+        "faster, wherever there are such tokens, or never",
+    )
+    draft_tokens: int = setting(8, "Most tokens that are tried in one step", ge=1, le=64)
 
 
 @dataclass

@@ -90,10 +90,11 @@ def print_state(url: str, state: dict[str, Any], why: bool, as_json: bool) -> No
 
 
 def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]) -> None:
+    """Print the loaded models. accepted: of the tokens that were tried ahead, those drawn."""
     if not models:
         typer.echo("No model is loaded.")
         return
-    numbers = ("memory", "running", "waiting")
+    numbers = ("memory", "running", "waiting", "accepted")
     shown = table("model", "state", *numbers, "weights", "stays", right=numbers)
     for model in models:
         states = [r["state"] for r in requests if r["model"] in (model["id"], *model["aliases"])]
@@ -103,6 +104,7 @@ def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, 
             sized(sum(model["memory"].values())),
             str(states.count("running")),
             str(states.count("waiting")),
+            "" if model["acceptance"] is None else f"{model['acceptance']:.0%}",
             model["weights"]["name"] if model["weights"] else "",
             stay(model),
         )

@@ -46,6 +46,7 @@ from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
 from mlx_manager.mlx_server.engine.statistics import EngineStats
 from mlx_manager.mlx_server.engine.stream import LoopRow, Sink
 from mlx_manager.mlx_server.engine.text_engine import TextEngine
@@ -91,6 +92,7 @@ class Prepared:
     output: OutputFormat
     images: PromptImages | None
     guide: Guide | None
+    prediction: tuple[int, ...] = ()
 
     @property
     def unheld(self) -> tuple[str, ...]:
@@ -101,11 +103,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A prompt's tokens, the form of its answer, and its pictures."""
+    """A prompt's tokens, the form of its answer, and its pictures. prediction: tokens that the
+    answer is expected to be much like."""
 
     tokens: TokenisedText
     output: OutputFormat = PLAIN
     images: PromptImages | None = None
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,11 +401,11 @@ class TextBackend:
         ids, images = read.tokens.ids, read.images
         if not compiles(request):
             output, guide = self._guidance.of(request, read.output)
-            return Prepared(ids, output, images, guide)
+            return Prepared(ids, output, images, guide, read.prediction)
         waiting = Waiting(GUIDE_SECONDS)
         guiding = partial(self._guidance.of, request, read.output, waiting)
         output, guide = await self._compiling.run(guiding, key, waiting)
-        return Prepared(ids, output, images, guide)
+        return Prepared(ids, output, images, guide, read.prediction)
 
     def _prompt(self, request: GenerationRequest) -> Read:
         self._vocabulary.check([token for token, _ in request.sampling.logit_bias], "logit_bias")
@@ -414,7 +418,21 @@ class TextBackend:
             )
         self._check_length(request, read.tokens)
         self._vocabulary.check_embedded(ids, self._loaded.vocabulary, request.prompt.param)
-        return read
+        return replace(read, prediction=self._predicted(request))
+
+    def _predicted(self, request: GenerationRequest) -> tuple[int, ...]:
+        """Return the first tokens of the request's prediction, as many as an answer may have."""
+        if not request.prediction or not self._speculates(request):
+            return ()
+        encode = partial(token_ids, self._loaded.tokenizer)
+        most = self._context(request)
+        [content] = tokenised(lambda texts: list(map(encode, texts)), [request.prediction], most)
+        known = self._loaded.vocabulary
+        return tuple(token for token in content.ids[:most] if token < known)
+
+    def _speculates(self, request: GenerationRequest) -> bool:
+        """Return whether several tokens of the answer may be tried in one step."""
+        return self._engine.speculates and request.speculation != "off"
 
     def _context(self, request: GenerationRequest) -> int:
         """Return the most tokens of prompt and answer: the model's, or the owner's."""
@@ -462,6 +480,7 @@ class TextBackend:
             request_id=request.request_id,
             turn=self._texts.last_turn(prepared.ids),
             images=prepared.images,
+            proposer=Proposer(prepared.prediction) if self._speculates(request) else None,
         )
 
     def _echoed(
@@ -503,6 +522,8 @@ class TextBackend:
 def _is_short(request: GenerationRequest) -> bool:
     """Return whether reading the prompt takes less time than waking another thread and being woken
     by it."""
+    if len(request.prediction) > SHORT:
+        return False
     match request.prompt:
         case Conversation(messages=messages, tools=()) as conversation:
             small = all(map(_is_small, conversation.template_args.values()))

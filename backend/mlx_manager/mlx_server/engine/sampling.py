@@ -89,10 +89,29 @@ class SamplerState:
             self._seen.append(token)
         self.counts[token] += 1
 
+    def after(self, token: int) -> SamplerState:
+        """Return the state once `token` has been drawn, with nothing banned and no mask."""
+        counts = self.counts
+        if self.penalised:
+            counts = counts.copy()
+            counts[token] += 1
+        return SamplerState(self.sampling, self.prompt, counts=counts, seed=self.seed)
+
+    def allows_the_same(self, other: SamplerState) -> bool:
+        """Return whether both states exclude the same tokens."""
+        return self.banned == other.banned and same_masks(self.mask, other.mask)
+
     @property
     def seen(self) -> NDArray[np.int32]:
         """Return the distinct tokens of `prompt` and those drawn since, (n,) int32."""
         return np.array(self._seen, np.int32)
+
+
+def same_masks(one: NDArray[np.int32] | None, other: NDArray[np.int32] | None) -> bool:
+    """Return whether both masks allow the same tokens; None allows all."""
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)
 
 
 class SamplingBatch:

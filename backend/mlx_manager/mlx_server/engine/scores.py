@@ -42,7 +42,7 @@ class Scoring:
 class LogitPositions:
     """Positions in a step's logits.
 
-    draws: the position of each row that draws, in order. chunks: the first position of each chunk
+    draws: the position of each draw, in order. chunks: the first position of each chunk
     whose tokens all have logits, by the chunk's number.
     """
 
@@ -50,10 +50,12 @@ class LogitPositions:
     chunks: dict[int, int]
 
     @classmethod
-    def of(cls, rows: int, chunks: Sequence[Chunk]) -> LogitPositions:
-        positions = cls(list(range(rows)), {})
-        end = rows
-        for number, chunk in enumerate(chunks):
+    def of(cls, rows: int, chunks: Sequence[Chunk], drafts: int = 0) -> LogitPositions:
+        """Return the positions of a step. drafts: the number of the first chunks that draw at every
+        place, since each is a row's draft."""
+        end = rows + sum(len(chunk.tokens) for chunk in chunks[:drafts])
+        positions = cls(list(range(end)), {})
+        for number, chunk in enumerate(chunks[drafts:], drafts):
             if chunk.every:
                 positions.chunks[number] = end
                 end += len(chunk.tokens)
@@ -64,8 +66,8 @@ class LogitPositions:
         return positions
 
     def drawn(self, logits: mx.array) -> mx.array:
-        """Return the logits that are drawn from, (rows, vocabulary); all of them if no row
-        draws."""
+        """Return the logits that are drawn from, (draws, vocabulary); all of them if nothing is
+        drawn."""
         return logits[mx.array(self.draws, mx.int32)] if self.chunks and self.draws else logits
 
 
@@ -82,7 +84,8 @@ class Scores:
     prompts: list[tuple[Row, int, Logprobs]] = field(default_factory=list)
 
     def add_drawn(self, logits: mx.array, rows: Sequence[Row], tokens: mx.array) -> None:
-        """Score the next tokens of rows that ask for it; `logits` begin with those of `rows`."""
+        """Score the next tokens of rows that ask for it; `logits` begin with those of `rows`, each
+        as often as it draws."""
         wanted = {i: row.scoring.best for i, row in enumerate(rows) if row.scoring is not None}
         if wanted:
             self.asking = list(wanted)
@@ -104,8 +107,10 @@ class Scores:
         return [array for each in found for array in each]
 
     def read(self, rows: Sequence[Row], tokens: Sequence[int]) -> dict[int, TokenLogprob]:
-        """Return each row's next token's score by the row's key; add prompts' scores to their
-        rows."""
+        """Return the scores of tokens by their numbers; add prompts' scores to their rows.
+
+        rows: the row that each token was drawn for.
+        """
         for row, first, found in self.prompts:
             listed = _listed(row, row.tokens[first:], found)
             # A row that was paused computes some of its prompt again.
@@ -116,7 +121,7 @@ class Scores:
         for i, columns in zip(self.asking, _columns(self.drawn), strict=True):
             row = rows[i]
             assert row.scoring is not None
-            scored[row.key] = row.scoring.write(tokens[i], *columns)
+            scored[i] = row.scoring.write(tokens[i], *columns)
         return scored
 
 

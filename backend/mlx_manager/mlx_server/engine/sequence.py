@@ -6,13 +6,17 @@ import sys
 from collections.abc import Callable, Iterable
 from itertools import count
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mlx_manager.mlx_server.core import Event, FinishReason, TextDelta, TokenLogprob
 from mlx_manager.mlx_server.engine.images import PromptImages
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.prefix import ROOT, Node
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scores import Scoring
-from mlx_manager.mlx_server.engine.stream import Sink
+from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
+from mlx_manager.mlx_server.engine.stream import Sink, merge
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.execution.attention.paged import Span
 from mlx_manager.mlx_server.execution.images import Features
@@ -39,6 +43,7 @@ class Sequence:
         request_id: identifies the request that the row belongs to.
         turn: prompt tokens before the last turn, which other prompts may begin with; 0 if unknown.
         images: the prompt's pictures, if it has any.
+        proposer: proposes drafts; None: the row draws one token a step.
 
     Attributes:
         tokens: prompt and drawn tokens, as far as the host knows them.
@@ -57,7 +62,8 @@ class Sequence:
         outcome: why the row stops, once that is known.
         failure: why the row can't go on, if it can't.
         prompt_scores: of the prompt's tokens but the first, where they are asked for.
-        parsed: events of the last token of a guided row, parsed before the next step is queued.
+        parsed: events of tokens that were parsed before the next step is queued, as those of guided
+            rows and of drafts are; None: there are none of these.
         ended: nothing more is wanted of this row; results still under way are dropped.
         submitted_at, joined_at, stepped_at: by the scheduler's count of steps, when it came, when
             its prompt was done, and when its last token was drawn.
@@ -83,6 +89,7 @@ class Sequence:
         request_id: str = "",
         turn: int = 0,
         images: PromptImages | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.key = next(_keys)
         self.tokens = self.content = list(prompt)
@@ -106,14 +113,12 @@ class Sequence:
         self.priority = priority
         self.owner = owner
         self.request_id = request_id
-        self.parsed: list[Event] = []
+        self.proposer = proposer
+        self.parsed: list[Event] | None = None
         self.failure: MLXManagerError | None = None
         self.table = PageTable()
-        self.computed = 0
-        self.pending = 0
+        self.computed = self.pending = self.kept = self.adopted = 0
         self.cached: int | None = None
-        self.kept = 0
-        self.adopted = 0
         self.turn = turn
         self.branches: set[int] = set()
         self.started = False
@@ -189,17 +194,22 @@ class Sequence:
         return self.scoring is not None and self.scoring.prompt
 
     def parse_ahead(self, token: int, logprob: TokenLogprob | None) -> None:
-        """Parse the last token before the next is drawn, and tell the guide what it was.
+        """Parse the last token before the next is drawn, and tell the guide, if there is one, what
+        it was.
 
         May end the row: its grammar or its answer is complete, or can't go on.
         """
-        guide = self.guide
-        assert guide is not None
-        self.parsed = self.parser.push(token, logprob)
-        shown = "".join(event.text for event in self.parsed if isinstance(event, TextDelta))
-        guide.observe(token, self.parser.region, self.parser.reasoning_tokens, shown)
+        guide, parser = self.guide, self.parser
+        events = parser.push(token, logprob)
+        self.parsed = events if self.parsed is None else merge(self.parsed + events)
+        if guide is None:
+            if parser.complete:
+                self.outcome = "stop"
+            return
+        shown = "".join(event.text for event in events if isinstance(event, TextDelta))
+        guide.observe(token, parser.region, parser.reasoning_tokens, shown)
         self.failure = guide.failure
-        if self.parser.complete or guide.complete or guide.failure:
+        if parser.complete or guide.complete or guide.failure:
             self.outcome = "stop"
 
     def follow_guide(self) -> None:
@@ -208,6 +218,23 @@ class Sequence:
             self.sampler.mask = self.guide.mask
             self.failure = self.guide.failure
             self._forbid_early_stop()
+
+    def samplers_along(self, drafts: Iterable[int]) -> list[SamplerState]:
+        """Return the sampler's state now and after each of `drafts`, as far as it can be foreseen:
+        no further than the guide allows the drafts."""
+        states = [self.sampler]
+        masks = None if self.guide is None else iter(self.guide.foresee(drafts))
+        for drawn, token in enumerate(drafts, self.known() + 1):
+            mask = None
+            if masks is not None:
+                found = next(masks, None)
+                if found is None:
+                    break
+                (mask,) = found
+            state = states[-1].after(token)
+            state.mask, state.banned = mask, self._early_bans(drawn, mask)
+            states.append(state)
+        return states
 
     def adopt(self, pages: Iterable[int], tokens: int, node: Node) -> None:
         """Begin with `pages`, found in the prefix index, that hold `tokens` tokens."""
@@ -242,9 +269,12 @@ class Sequence:
         return self.table.clear()
 
     def _forbid_early_stop(self) -> None:
-        """Ban `stop_ids` before `min_tokens`, unless the guide allows nothing else."""
         sampler = self.sampler
-        early = len(self.tokens) - self.prompt_length < self.min_tokens
-        if early and sampler.mask is not None:
-            early = allows_more_than(sampler.mask, self.stop_ids)
-        sampler.banned = tuple(self.stop_ids) if early else ()
+        sampler.banned = self._early_bans(len(self.tokens) - self.prompt_length, sampler.mask)
+
+    def _early_bans(self, drawn: int, mask: NDArray[np.int32] | None) -> tuple[int, ...]:
+        """Return `stop_ids` before `min_tokens`, unless the mask allows nothing else."""
+        early = drawn < self.min_tokens
+        if early and mask is not None:
+            early = allows_more_than(mask, self.stop_ids)
+        return tuple(self.stop_ids) if early else ()

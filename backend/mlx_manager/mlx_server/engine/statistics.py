@@ -24,7 +24,7 @@ class EngineStats:
 
     pages_attainable: most pages that there could be. Counted since the engine was made: steps,
     prompt_tokens and generated_tokens of all rows, prefix_queries and prefix_hits in tokens,
-    pauses. host_time, token_gaps: see `Statistics`.
+    pauses, drafts, draft_tokens and accepted_tokens. host_time, token_gaps: see `Statistics`.
     """
 
     forward: str
@@ -44,6 +44,9 @@ class EngineStats:
     prefix_queries: int
     prefix_hits: int
     pauses: int
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
     host_time: Distribution
     token_gaps: Distribution
 
@@ -57,8 +60,11 @@ class Statistics:
         generated_tokens: tokens drawn for rows that wanted them.
         prefix_queries, prefix_hits: tokens of prompts that were looked up, and found.
         pauses: times that rows had their pages taken away.
+        drafts, draft_tokens: drafts that were tried, and their tokens. accepted_tokens: those of
+            them that were drawn.
         host: time of each step less the wait for the device.
-        gaps: time between a row's tokens, as the host reads them.
+        gaps: time between a row's tokens, as the host reads them; those of a draft come together,
+            and count as one.
     """
 
     def __init__(self) -> None:
@@ -68,6 +74,9 @@ class Statistics:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.pauses = 0
+        self.drafts = 0
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
         self.host = Durations(HOST_BOUNDS)
         self.gaps = Durations(GAP_BOUNDS)
 
@@ -81,6 +90,14 @@ class Statistics:
                 if reuse:
                     self.prefix_queries += row.prompt_length
                     self.prefix_hits += row.cached or 0
+
+    def count_draft(self, tokens: int, accepted: int) -> None:
+        """Count a draft of so many tokens that was tried, and the tokens of it that were drawn, as
+        one more was, which `count_tokens` counts."""
+        self.drafts += 1
+        self.draft_tokens += tokens
+        self.accepted_tokens += accepted
+        self.generated_tokens += accepted
 
     def count_tokens(self, now: float, before: Sequence[float]) -> None:
         """Count tokens that were read at `now`, one of each row, and the gaps before them.

@@ -6,6 +6,7 @@ what they tell is delivered, in the order that the device's `Pipeline` has.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from time import perf_counter
 
@@ -26,6 +27,7 @@ from mlx_manager.mlx_server.engine.scheduler.scheduler import Scheduler, Schedul
 from mlx_manager.mlx_server.engine.scheduler.snapshots import SnapshotPrefixes
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize, chunk_of
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.speculation.speculation import Speculation
 from mlx_manager.mlx_server.engine.statistics import EngineStats, Statistics
 from mlx_manager.mlx_server.engine.step.clock import StepClock
 from mlx_manager.mlx_server.engine.step.pipeline import InPlace, LookAhead, Pipeline
@@ -41,6 +43,8 @@ from mlx_manager.mlx_server.execution.forward import Forward
 from mlx_manager.mlx_server.text.grammar.guide import Masks
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.pressure import Pressure
+
+log = logging.getLogger(__name__)
 
 
 class TextEngine:
@@ -108,7 +112,23 @@ class TextEngine:
             pictures=self._pictures,
         )
         self._budget = PrefillBudget(size, forward, self._memory.working)
+        self._speculation = self._speculating(looks_ahead, size.tokens)
         self._start_over()
+
+    def _speculating(self, looks_ahead: bool, most: int) -> Speculation | None:
+        """Return the chooser of drafts, where rows may bring some: not where the next step is
+        queued before the tokens are read that a draft follows, and not where recurrent layers would
+        have to go back."""
+        limits = self._limits
+        if limits.speculation == "off":
+            return None
+        if looks_ahead or self._forward.prefixes != "pages":
+            if limits.speculation == "on":
+                why = "steps are queued ahead" if looks_ahead else "its state is not all on pages"
+                log.warning("no drafts are tried: %s", why)
+            return None
+        always = limits.speculation == "on"
+        return Speculation(limits.longest_draft, most, self._budget.plain_time, always=always)
 
     def _start_over(self) -> None:
         """Begin with no rows and nothing under way."""
@@ -119,9 +139,12 @@ class TextEngine:
             self._prefixes(),
             SchedulerLimits(limits.max_rows, forward.horizon, forward.abreast, self._scored),
             self._pictures,
+            drafting=self._speculation,
         )
         self._admission = AdmissionControl(self._scheduler, memory, self._ledger, limits)
-        self._outputs = Outputs(self._scheduler, self._outbox, self._masks, limits.page_size)
+        self._outputs = Outputs(
+            self._scheduler, self._outbox, self._masks, limits.page_size, self._statistics
+        )
         self._runner = ModelRunner(forward)
         self._pipeline = self._pipeline_of(self)
         self._clock.disturb()
@@ -167,6 +190,11 @@ class TextEngine:
         """Return the number of steps queued on the device, and of a tower's slices."""
         slices = 0 if self._pictures is None else self._pictures.slices
         return self._statistics.steps + slices
+
+    @property
+    def speculates(self) -> bool:
+        """Return whether rows may bring drafts."""
+        return self._speculation is not None
 
     def has_work(self) -> bool:
         busy = self._pipeline.busy or self._scheduler.queues.has_work or self._outputs.pending
@@ -216,7 +244,9 @@ class TextEngine:
     def must_collect_first(self) -> bool:
         """Return whether the next schedule depends on tokens that the host has not read."""
         ahead = not self._pipeline.in_place or self._forward.puts_together_ahead
-        return not ahead or self._scheduler.tight
+        last = self._pipeline.last
+        tried = last is not None and bool(last.batch.drafts)
+        return not ahead or tried or self._scheduler.drafts or self._scheduler.tight
 
     @property
     def prompts_wait(self) -> bool:
@@ -279,19 +309,22 @@ class TextEngine:
         return step
 
     def read(self, step: SampledStep) -> tuple[list[int], dict[int, TokenLogprob], float]:
-        """Wait for a step; return its tokens, their scores by row, and the time after the wait."""
+        """Wait for a step; return its tokens, their scores by number, and the time after the
+        wait."""
         tokens, now = self._clock.wait(step.host_tokens.read)
         seconds = self._clock.interval(now)
         if seconds is not None:
-            self._budget.pace.observe(seconds, step.load)
+            if step.load.drafts and self._speculation is not None:
+                self._speculation.observe(seconds, step.load)
+            else:
+                self._budget.pace.observe(seconds, step.load)
         return tokens, step.scores_of(tokens), now
 
     def take(
         self, step: SampledStep, tokens: list[int], scores: dict[int, TokenLogprob], now: float
     ) -> None:
         """Give the rows their tokens; rows that they end give up their pages."""
-        before = self._outputs.take(step.batch.rows, tokens, scores, now)
-        self._statistics.count_tokens(now, before)
+        self._outputs.take(step.batch, tokens, scores, now)
         self._outputs.settle()
 
     def deliver(self) -> None:
@@ -386,6 +419,9 @@ class TextEngine:
             prefix_queries=counted.prefix_queries,
             prefix_hits=counted.prefix_hits,
             pauses=counted.pauses + self._scheduler.pauses,
+            drafts=counted.drafts,
+            draft_tokens=counted.draft_tokens,
+            accepted_tokens=counted.accepted_tokens,
             host_time=counted.host.distribution(),
             token_gaps=counted.gaps.distribution(),
         )

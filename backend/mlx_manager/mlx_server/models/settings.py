@@ -206,6 +206,7 @@ class ModelSettings:
     system: Annotated[str, Field(strict=True)] | None = None
     template_args: Mapping[Name, Any] = field(default_factory=dict)
     thinking_budget: Annotated[int, Field(strict=True, ge=0)] | None = None
+    speculation: Literal["auto", "off"] | None = None
 
     @property
     def is_preset(self) -> bool:
@@ -219,6 +220,7 @@ class ModelSettings:
             self.template_args,
             self.thinking_budget,
             self.context_length if self.is_preset else None,
+            self.speculation,
         )
 
     @property

@@ -278,6 +278,9 @@ ENGINE_COUNTERS = {
     "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found there"),
     "num_preemptions": ("pauses", "Rows that were paused because KV pages ran out"),
+    "spec_decode_num_drafts": ("drafts", "Drafts that were tried, of several tokens each"),
+    "spec_decode_num_draft_tokens": ("draft_tokens", "Tokens of these"),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Those of them that were drawn"),
     "engine_steps": ("steps", "Steps of the engine"),
 }
 ENCODER_COUNTERS = {

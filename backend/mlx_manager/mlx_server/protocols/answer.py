@@ -79,19 +79,25 @@ def total(rows: Iterable[core.Usage], n: int) -> Usage:
 
     `rows` are in order of their index, the n answers of a prompt side by side.
     """
-    prompt = completion = cached = reasoning = 0
+    prompt = completion = cached = reasoning = accepted = rejected = 0
     for index, row in enumerate(rows):
         if index % n == 0:
             prompt += row.prompt_tokens
             cached += row.cached_tokens
         completion += row.completion_tokens
         reasoning += row.reasoning_tokens
+        accepted += row.accepted_prediction_tokens
+        rejected += row.rejected_prediction_tokens
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning),
+        completion_tokens_details=CompletionTokensDetails(
+            reasoning_tokens=reasoning,
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=rejected,
+        ),
     )
 
 

@@ -121,6 +121,7 @@ def requests(body: ChatCompletionRequest, head: Head) -> list[GenerationRequest]
     prompt = conversation(body)
     stop = stop_rules(body, max_tokens)
     content = constraint(body)
+    predicted = _prediction(body)
     return [
         GenerationRequest(
             model=head.model,
@@ -133,10 +134,39 @@ def requests(body: ChatCompletionRequest, head: Head) -> list[GenerationRequest]
             thinking_budget=_thinking_budget(body),
             priority=body.priority or 0,
             return_ids=body.return_token_ids or False,
+            prediction=predicted,
+            speculation=body.speculation,
             request_id=head.id,
         )
         for draw in range(head.n)
     ]
+
+
+def _prediction(body: ChatCompletionRequest) -> str:
+    """Return the text that the answer is expected to be much like, "" without one.
+
+    Raises:
+        InvalidParameter: a part of it lacks its text.
+        UnsupportedParameter: a part of it is no text.
+    """
+    if body.prediction is None:
+        return ""
+    content, path = body.prediction.content, "prediction.content"
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        if part.type != "text":
+            raise UnsupportedParameter(
+                f"`{path}[{i}]` is of type {part.type!r}; a prediction is text only.",
+                param=f"{path}[{i}].type",
+            )
+        if part.text is None:
+            raise InvalidParameter(
+                f"`{path}[{i}]` of type text needs a `text`.", param=f"{path}[{i}].text"
+            )
+        texts.append(part.text)
+    return "".join(texts)
 
 
 def _max_tokens(body: ChatCompletionRequest) -> int | None:

@@ -142,6 +142,7 @@ def requests(body: CompletionRequest, head: Head) -> list[GenerationRequest]:
             constraint=content,
             priority=body.priority or 0,
             return_ids=head.return_ids,
+            speculation=body.speculation,
             request_id=head.id,
         )
         for prompt in _prompts(body)

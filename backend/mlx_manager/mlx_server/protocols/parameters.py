@@ -35,7 +35,6 @@ UNSUPPORTED: dict[str, Refusal] = {
     "logits_processors": Refusal(([],)),
     "modalities": Refusal((["text"],), "Only ['text'] is possible."),
     "moderation": Refusal(),
-    "prediction": Refusal(),
     "prompt_logprobs": Refusal(),
     "skip_special_tokens": Refusal((True,)),
     "truncate_prompt_tokens": Refusal(),

@@ -960,6 +960,8 @@ def added(one: core.Usage, other: core.Usage) -> core.Usage:
         one.cached_tokens + other.cached_tokens,
         one.reasoning_tokens + other.reasoning_tokens,
         one.kept_tokens + other.kept_tokens,
+        one.accepted_prediction_tokens + other.accepted_prediction_tokens,
+        one.rejected_prediction_tokens + other.rejected_prediction_tokens,
     )
 
 

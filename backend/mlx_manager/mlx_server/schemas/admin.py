@@ -27,7 +27,8 @@ class AdminModel(Wire):
 
     ttl_seconds: time without use after which it is unloaded, null for never; idle_seconds: how much
     of it has passed. outdated: its settings changed, and it will be loaded anew once it is idle.
-    memory: what it holds, by purpose.
+    memory: what it holds, by purpose. acceptance: the part of the tokens that were tried ahead that
+    was drawn, null if none was tried.
     """
 
     id: str
@@ -49,6 +50,7 @@ class AdminModel(Wire):
     outdated: bool
     weights: ModelWeights | None
     memory: dict[str, int]
+    acceptance: float | None
 
 
 class AdminMemory(Wire):

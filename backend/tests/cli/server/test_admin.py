@@ -69,6 +69,7 @@ def test_ps_shows_models_and_requests_and_cancel_ends_one(
     shown = run("ps", "--url", server).stdout
     assert request["id"] in shown
     assert "until room is needed" in shown
+    assert "accepted" in shown
     refused = run("unload", DEMO, "--url", server)
     assert refused.returncode == 5
     assert "answering" in refused.stderr

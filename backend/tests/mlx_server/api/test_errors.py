@@ -140,7 +140,19 @@ async def test_elsewhere_whatever_is_wrong_is_400(
         ({"stop": 5}, "stop", "a list of at most 16 strings"),
         ({"tool_choice": "maybe"}, "tool_choice", "'required'"),
         ({"temperature": "hot"}, "temperature", "a valid number"),
-        ({"prediction": {}}, "prediction", "not supported"),
+        ({"prediction": {}}, "prediction.type", "required"),
+        ({"prediction": {"type": "diff", "content": ""}}, "prediction.type", "'content'"),
+        (
+            {"prediction": {"type": "content", "content": [{"type": "image_url"}]}},
+            "prediction.content[0].type",
+            "a prediction is text only",
+        ),
+        (
+            {"prediction": {"type": "content", "content": [{"type": "text"}]}},
+            "prediction.content[0].text",
+            "needs a `text`",
+        ),
+        ({"speculation": "never"}, "speculation", "'off'"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}},
             "response_format.json_schema.schema",

@@ -113,6 +113,10 @@ def test_who_is_allowed(tmp_path: Path):
         ),
         ("[models.a]\nnope = 1", "models.a.nope is no setting; allowed are base, adapter, context"),
         ("[models.a]\npinned = 1", "models.a.pinned: must be true or false, not 1"),
+        (
+            '[models.a]\nspeculation = "on"',
+            "models.a.speculation: must be 'auto' or 'off', not 'on'",
+        ),
         ('[models.a]\npinned = "yes"', "models.a.pinned: must be true or false"),
         (
             "[models.a]\ncontext_length = 0",

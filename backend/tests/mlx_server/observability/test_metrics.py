@@ -289,6 +289,8 @@ def test_dashboards_made_for_vllm_find_their_names(client: httpx.Client) -> None
         *("request_decode_time_seconds", "request_inference_time_seconds"),
         *("request_time_per_output_token_seconds", "request_prompt_tokens"),
         *("request_generation_tokens", "request_params_n", "request_params_max_tokens"),
+        *("spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
+        "spec_decode_num_accepted_tokens",
     ):
         assert f"mlx_manager_{name}" in names
 

@@ -36,7 +36,14 @@ from mlx_manager.mlx_server.schemas.openai import ChatCompletionChunk, ChatCompl
 
 DEMO = "mlx-manager/demo"
 HEAD = Head(id="chatcmpl-1", model=DEMO, created=5)
-USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2, reasoning_tokens=1)
+USAGE = Usage(
+    prompt_tokens=7,
+    completion_tokens=3,
+    cached_tokens=2,
+    reasoning_tokens=1,
+    accepted_prediction_tokens=5,
+    rejected_prediction_tokens=2,
+)
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
@@ -242,7 +249,11 @@ def test_usage_comes_last_without_choices_and_is_null_before():
         "completion_tokens": 3,
         "total_tokens": 10,
         "prompt_tokens_details": {"cached_tokens": 2},
-        "completion_tokens_details": {"reasoning_tokens": 1},
+        "completion_tokens_details": {
+            "reasoning_tokens": 1,
+            "accepted_prediction_tokens": 5,
+            "rejected_prediction_tokens": 2,
+        },
     }
 
 

@@ -88,7 +88,11 @@ COUNTS = {
     "completion_tokens": 8,
     "total_tokens": 16,
     "prompt_tokens_details": {"cached_tokens": 0},
-    "completion_tokens_details": {"reasoning_tokens": 0},
+    "completion_tokens_details": {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    },
 }
 
 

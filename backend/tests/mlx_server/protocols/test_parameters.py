@@ -36,7 +36,6 @@ ASKS_FOR_SOMETHING = [
     (chat, "function_call", {"name": "f"}),
     (chat, "functions", [{"name": "f"}]),
     (chat, "modalities", ["text", "audio"]),
-    (chat, "prediction", {"type": "content", "content": "x"}),
     (chat, "skip_special_tokens", False),
 ]
 

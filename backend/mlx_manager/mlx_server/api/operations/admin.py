@@ -58,8 +58,9 @@ async def list_models(request: Request) -> AdminModels:
     """Every model on offer or loaded, with its memory, and the server's."""
     pool = server_of(request).pool
     await pool.look()
-    models = [admin_model(status) for status in await pool.models()]
-    return AdminModels(data=models, memory=admin_memory(pool.figures()))
+    figures = pool.figures()
+    models = [admin_model(status, figures) for status in await pool.models()]
+    return AdminModels(data=models, memory=admin_memory(figures))
 
 
 def admin_memory(figures: Mapping[str, Any]) -> AdminMemory:
@@ -79,7 +80,7 @@ async def load_model(request: Request) -> AdminModel:
     body = await read(request, ModelRef, server.settings.api)
     async with server.pool.lease(body.model):
         pass
-    return admin_model(await server.pool.status(body.model))
+    return admin_model(await server.pool.status(body.model), server.pool.figures())
 
 
 @router.post(
@@ -108,7 +109,7 @@ async def pin_model(request: Request) -> AdminModel:
     server = server_of(request)
     body = await read(request, PinRequest, server.settings.api)
     await server.pool.pin(body.model, body.pinned)
-    return admin_model(await server.pool.status(body.model))
+    return admin_model(await server.pool.status(body.model), server.pool.figures())
 
 
 @router.post("/prefix-cache/clear", openapi_extra=takes(ClearRequest))
@@ -119,8 +120,10 @@ async def clear_prefix_cache(request: Request) -> ClearedPrefixes:
     return ClearedPrefixes(freed=dict(await server.pool.clear_prefixes(body.model)))
 
 
-def admin_model(status: ModelStatus) -> AdminModel:
-    recipe = status.recipe
+def admin_model(status: ModelStatus, figures: Mapping[str, Any]) -> AdminModel:
+    """Return the description of a model. figures: those of the pool."""
+    recipe, engine = status.recipe, figures["engines"].get(status.id, {})
+    tried = engine.get("draft_tokens")
     return AdminModel(
         id=status.id,
         state=status.state,
@@ -141,6 +144,7 @@ def admin_model(status: ModelStatus) -> AdminModel:
         outdated=status.outdated,
         weights=weights_of(status),
         memory=dict(status.memory),
+        acceptance=engine["accepted_tokens"] / tried if tried else None,
     )
 
 

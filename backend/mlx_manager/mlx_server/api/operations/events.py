@@ -85,7 +85,7 @@ async def state_of(server: Server, seen: Seen) -> ServerState:
         time=time.time(),
         version=__version__,
         draining=server.drain.begun,
-        models=[admin_model(status) for status in models],
+        models=[admin_model(status, figures) for status in models],
         memory=admin_memory(figures),
         requests=running_requests(server),
         downloads=[Download.model_validate(found) for found in server.downloads.told()],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,22 +12,29 @@ class Load:
 
     rows: running rows. tokens: prompt tokens, in chunks. context: tokens before a chunk, summed
     over chunks. seen: tokens that a chunk's token attends to, itself included, summed over all.
+    drafting: those of the rows that bring drafts. drafts: tokens of all drafts.
     """
 
     rows: int = 0
     tokens: int = 0
     context: int = 0
     seen: int = 0
+    drafting: int = 0
+    drafts: int = 0
 
     def with_chunk(self, before: int, tokens: int) -> Load:
         """Return this load with a chunk of `tokens` more tokens of a prompt, after its first
         `before`, which have been processed already."""
-        return Load(
-            self.rows,
-            self.tokens + tokens,
-            self.context + before,
-            self.seen + tokens * before + tokens * (tokens + 1) // 2,
+        return replace(
+            self,
+            tokens=self.tokens + tokens,
+            context=self.context + before,
+            seen=self.seen + tokens * before + tokens * (tokens + 1) // 2,
         )
+
+    def with_draft(self, tokens: int) -> Load:
+        """Return this load with a draft of so many tokens, which one of the rows brings."""
+        return replace(self, drafting=self.drafting + 1, drafts=self.drafts + tokens)
 
 
 Budget = Callable[[Load, int], int]

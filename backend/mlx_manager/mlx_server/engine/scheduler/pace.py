@@ -243,6 +243,11 @@ class Pace:
         token = self._prompts.prices[0] / TOKENS
         return max(self._rows.of(_of_rows(load)), load.rows * token)
 
+    def plain_time(self, rows: int) -> float:
+        """Return the seconds of a step of so many rows, without prompts and drafts; 0: unknown."""
+        load = Load(rows)
+        return self._alone_time(load) if rows and self._may_compare(load) else 0.0
+
     def _within(self, seconds: float, load: Load, before: int, most: int) -> int:
         """Return how many more tokens of a prompt, each seeing those before it, fit so that the
         step's prompts take `seconds`; at most `most`."""

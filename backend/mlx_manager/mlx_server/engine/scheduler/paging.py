@@ -69,8 +69,24 @@ class Paging:
         room = [len(row.table) * size - row.computed for row in running]
         self._short_at = step + min(room, default=0)
 
-    def note_joined(self) -> None:
-        """Look at all running rows again before the next step, since one has joined."""
+    def stretch(self, row: Sequence, tokens: int, spare: int) -> int:
+        """Give a running row pages for so many tokens beyond its next one, if that is at nobody's
+        expense; return for how many of them it has pages then.
+
+        spare: pages that must be left.
+        """
+        size, table = self.pool.page_size, row.table
+        lacking = self.pool.pages_for(row.computed + 1 + tokens) - len(table)
+        if lacking > 0:
+            free = self.pool.free - spare
+            ample = lacking <= free or self._memory.grow(lacking - free, urgent=False)
+            if ample or lacking + spare <= self.pool.available:
+                table.extend(self.pool.allocate(lacking) or ())
+        return min(tokens, len(table) * size - row.computed - 1)
+
+    def look_again(self) -> None:
+        """Look at all running rows again before the next step: one has joined, or may have drawn
+        more than a token."""
         self._short_at = 0
 
     def _short(self, running: list[Sequence]) -> list[Sequence]:

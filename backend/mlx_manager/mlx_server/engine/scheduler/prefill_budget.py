@@ -52,6 +52,10 @@ class PrefillBudget:
         least = min(self._least, self._most)
         self.pace = Pace(self._most, least, self._grain, self._size.limits)
 
+    def plain_time(self, rows: int) -> float:
+        """Return the seconds of a step of so many rows and nothing else; 0: unknown."""
+        return self.pace.plain_time(rows)
+
     def next(self, scheduler: Scheduler) -> Budget:
         """Return the next step's budget: more than usual where a step is short all the same."""
         size, wanted = self._size, 0

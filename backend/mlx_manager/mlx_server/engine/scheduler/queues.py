@@ -110,6 +110,10 @@ class Queues:
         self._full_at = step + min([row.limit - row.drawn for row in self.running], default=0)
         return full
 
+    def look_again(self) -> None:
+        """Look at all running rows again before the next step: one may draw more than a token."""
+        self._full_at = 0
+
     # -- order ---------------------------------------------------------------------------------
 
     def in_order(self, step: int, shares: Shares) -> Iterable[Sequence]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mlx_manager.mlx_server.engine.scheduler.load import Load
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.speculation.draft import Draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,12 @@ class Prefill:
 class Schedule:
     """Work of one step: running rows, a token each, and chunks of prompts. False if there is none.
 
-    load: the amount of that work.
+    drafts: those that some of the rows bring. load: the amount of all the work.
     """
 
     rows: list[Sequence]
     prefills: list[Prefill] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
     load: Load = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,6 +46,12 @@ class Schedule:
         self.load = self.load.with_chunk(sequence.computed, prefill.tokens)
         sequence.computed += prefill.tokens
         self.prefills.append(prefill)
+
+    def add_draft(self, draft: Draft) -> None:
+        """Add the draft of one of the rows, and count its tokens into the row's `computed`."""
+        self.load = self.load.with_draft(len(draft.tokens))
+        draft.sequence.computed += len(draft.tokens)
+        self.drafts.append(draft)
 
 
 def chunk(

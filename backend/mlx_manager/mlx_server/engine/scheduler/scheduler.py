@@ -7,19 +7,20 @@ them together. No arrays and no clock here: only sequences, pages and the budget
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.scheduler.fairness import Fairness
-from mlx_manager.mlx_server.engine.scheduler.load import Budget
+from mlx_manager.mlx_server.engine.scheduler.load import Budget, Load
 from mlx_manager.mlx_server.engine.scheduler.paging import Memory, Paging
 from mlx_manager.mlx_server.engine.scheduler.prefixes import PagePrefixes
 from mlx_manager.mlx_server.engine.scheduler.queues import Queues
 from mlx_manager.mlx_server.engine.scheduler.schedule import Schedule, chunk
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.speculation.draft import Draft, Proposal
 
 # A row has only just begun while it has drawn at most so many tokens; more where steps are so short
 # that pages are given ahead, and a burst's prompts take many of them.
@@ -60,6 +61,21 @@ class Sight(Protocol):
         ...
 
 
+class Drafting(Protocol):
+    """Chooser of drafts."""
+
+    def is_likely(self, rows: list[Sequence]) -> bool:
+        """Return whether one of the running rows may bring a draft to the next step."""
+        ...
+
+    def choose(
+        self, rows: list[Sequence], load: Load, most: int
+    ) -> Iterable[tuple[Sequence, Proposal]]:
+        """Yield rows and the drafts that they had best bring to a step of this load, at most `most`
+        tokens in all."""
+        ...
+
+
 class Scheduler:
     """Owner of the queues and the pages, which chooses the work of each step.
 
@@ -69,6 +85,7 @@ class Scheduler:
         prefixes: the way in which prefixes are reused.
         limits: of each step.
         pictures: what sees pictures, if something does.
+        drafting: chooses drafts, if rows may bring some.
 
     Attributes:
         closed: while it is set, who waits goes on waiting.
@@ -82,6 +99,8 @@ class Scheduler:
         prefixes: PagePrefixes,
         limits: SchedulerLimits,
         pictures: Sight | None = None,
+        *,
+        drafting: Drafting | None = None,
     ) -> None:
         self.queues = Queues(limits.max_rows)
         self.prefixes = prefixes
@@ -89,6 +108,7 @@ class Scheduler:
         self.pauses = 0
         self._limits = limits
         self._pictures = pictures
+        self._drafting = drafting
         self._paging = Paging(pool, memory, limits.horizon)
         self._fairness = Fairness(self.queues, pool.pages_for, limits.abreast)
         self._steps = 0
@@ -101,6 +121,12 @@ class Scheduler:
         pages than there are, or another key is owed its part."""
         running = self.queues.running
         return self._paging.is_short(running, self._steps + 1) or self._fairness.has_claims
+
+    @property
+    def drafts(self) -> bool:
+        """Return whether a running row may bring a draft to the next step, which depends on tokens
+        that the host must have read."""
+        return self._drafting is not None and self._drafting.is_likely(self.queues.running)
 
     @property
     def beginning(self) -> int:
@@ -162,7 +188,9 @@ class Scheduler:
             self._pause(row)
         self._paging.supply(self.queues.running, self._steps, self._pause_last)
         chosen = Schedule(self._fairness.turn(self._steps))
-        self._prefill(chosen, budget)
+        scored = self._prefill(chosen, budget)
+        if self._drafting is not None and chosen.rows:
+            self._draft(chosen, self._drafting, scored)
         self._chunked = {prefill.sequence.key for prefill in chosen.prefills}
         for row in chosen.rows:
             row.computed += 1
@@ -170,8 +198,22 @@ class Scheduler:
         self.queues.running += full
         return chosen
 
-    def _prefill(self, chosen: Schedule, budget: Budget) -> None:
-        """Admit what there is room for, and choose the prompt tokens of this step.
+    def _draft(self, chosen: Schedule, drafting: Drafting, most: int) -> None:
+        """Let rows bring drafts, at most so many tokens in all, where there are pages for them."""
+        spare = len(self.queues.running)
+        for row, proposal in drafting.choose(chosen.rows, chosen.load, most):
+            room = self._paging.stretch(row, len(proposal.tokens), spare)
+            samplers = row.samplers_along(proposal.tokens[: max(room, 0)])
+            if len(samplers) > 1:
+                tokens = proposal.tokens[: len(samplers) - 1]
+                chosen.add_draft(Draft(row, proposal.method, tokens, samplers))
+        if chosen.drafts:
+            self._paging.look_again()
+            self.queues.look_again()
+
+    def _prefill(self, chosen: Schedule, budget: Budget) -> int:
+        """Admit what there is room for, choose the prompt tokens of this step, and return how many
+        more tokens logits may be wanted of.
 
         If the first of them are of a key that is owed its first row, the rows of others wait for
         this one step, so that it need not wait for theirs.
@@ -197,6 +239,7 @@ class Scheduler:
             elif not tokens:
                 break
         self._fairness.settle(chosen, self._steps, gives_way, refused)
+        return scored
 
     def _add_chunk(self, chosen: Schedule, sequence: Sequence, budget: Budget, scored: int) -> int:
         """Add as much of a prompt as the budget allows, and return the number of its tokens.
@@ -215,7 +258,7 @@ class Scheduler:
             sequence.joined_at = sequence.stepped_at = self._steps
             self.queues.join(sequence)
             self.prefixes.join(sequence)
-            self._paging.note_joined()
+            self._paging.look_again()
         return prefill.tokens
 
     def _admit(self, sequence: Sequence) -> Admission:

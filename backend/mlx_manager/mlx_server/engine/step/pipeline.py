@@ -63,7 +63,8 @@ class Stages(Protocol):
     def sample(self, launched: LaunchedStep) -> SampledStep: ...
 
     def read(self, step: SampledStep) -> tuple[list[int], dict[int, TokenLogprob], float]:
-        """Wait for a step; return its tokens, their scores by row, and the time after the wait."""
+        """Wait for a step; return its tokens, their scores by number, and the time after the
+        wait."""
         ...
 
     def take(

@@ -14,6 +14,7 @@ from mlx_manager.mlx_server.engine.scheduler.load import Load
 from mlx_manager.mlx_server.engine.scheduler.schedule import Prefill, Schedule
 from mlx_manager.mlx_server.engine.scores import LogitPositions, Scores
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.speculation.draft import Draft
 from mlx_manager.mlx_server.engine.step.batch import Batch
 from mlx_manager.mlx_server.engine.step.host_tokens import HostTokens
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward
@@ -23,7 +24,7 @@ from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward
 class LaunchedStep:
     """A step whose logits are described, and perhaps computed already.
 
-    batch: the rows that draw a token. logits: (rows, vocabulary), those of padding may follow.
+    batch: the rows that draw. logits: (draws, vocabulary), those of padding may follow.
     """
 
     batch: Batch
@@ -36,7 +37,7 @@ class LaunchedStep:
 class SampledStep:
     """A step that has been queued whole, its tokens included.
 
-    tokens: (rows,) uint32, for the next step. host_tokens: the same, for the host.
+    tokens: (draws,) uint32, for the next step. host_tokens: the same, for the host.
     """
 
     batch: Batch
@@ -51,8 +52,8 @@ class SampledStep:
         return not self.load.rows and bool(self.batch.rows)
 
     def scores_of(self, tokens: list[int]) -> dict[int, TokenLogprob]:
-        """Return each row's score, if the row asks for scores, by the row's key."""
-        return self.scores.read(self.batch.rows, tokens)
+        """Return the scores of tokens whose rows ask for scores, by the tokens' numbers."""
+        return self.scores.read(self.batch.drawing, tokens)
 
 
 class ModelRunner:
@@ -68,20 +69,24 @@ class ModelRunner:
 
     def launch(self, schedule: Schedule, last: SampledStep | None) -> LaunchedStep:
         """Describe the logits of a step; `last` is the step whose tokens the host has not read."""
-        batch = self._batch_of(schedule.rows)
+        drafts = schedule.drafts
+        drafting = {draft.sequence.key for draft in drafts}
+        rows = schedule.rows
+        batch = self._batch_of([r for r in rows if r.key not in drafting] if drafting else rows)
         decode = self._decode(batch, last) if batch.rows else None
-        chunks = [_chunk(prefill) for prefill in schedule.prefills]
+        chunks = [*map(_drafted, drafts), *map(_chunk, schedule.prefills)]
         logits = self._forward.run(decode, chunks)
         scores = Scores()
         if chunks:
-            positions = LogitPositions.of(len(batch.rows), chunks)
+            positions = LogitPositions.of(len(batch.rows), chunks, len(drafts))
             for number, start in positions.chunks.items():
-                row, chunk = schedule.prefills[number].sequence, chunks[number]
+                row, chunk = schedule.prefills[number - len(drafts)].sequence, chunks[number]
                 scores.add_prompt(row, logits[start:], chunk)
             logits = positions.drawn(logits)
             joining = [p.sequence for p in schedule.prefills if p.final]
-            if joining:
-                batch = Batch([*batch.rows, *joining])
+            if joining or drafts:
+                verified = [draft.sequence for draft in drafts]
+                batch = Batch([*batch.rows, *verified, *joining], drafts)
         return LaunchedStep(batch, logits, schedule.load, scores)
 
     def sample(self, launched: LaunchedStep) -> SampledStep:
@@ -93,8 +98,8 @@ class ModelRunner:
         elif batch.plain:
             tokens = best(logits)
         else:
-            tokens = sample(logits, batch.sampling, [row.drawn for row in batch.rows])
-            scores.add_drawn(logits, batch.rows, tokens)
+            tokens = sample(logits, batch.sampling, batch.drawn)
+            scores.add_drawn(logits, batch.drawing, tokens)
         host_tokens = HostTokens.of(tokens)
         mx.async_eval(tokens, host_tokens.sent, scores.arrays(), self._forward.state())  # type: ignore[no-untyped-call]
         for row in batch.rows:
@@ -142,9 +147,21 @@ def _chunk(prefill: Prefill) -> Chunk:
     start = sequence.computed - n
     tokens = sequence.tokens[start : start + n]
     every = sequence.scores_prompt and len(sequence.prompt_scores) < sequence.prompt_length - 1
-    span, images = sequence.span(n), sequence.images
+    return _seen(sequence, tokens, prefill.final, every)
+
+
+def _drafted(draft: Draft) -> Chunk:
+    """Return the chunk of a row's newest token and its draft."""
+    sequence = draft.sequence
+    return _seen(sequence, [sequence.tokens[-1], *draft.tokens], True, True)
+
+
+def _seen(sequence: Sequence, tokens: list[int], final: bool, every: bool) -> Chunk:
+    """Return a chunk of a sequence whose `computed` ends with `tokens`, with its pictures."""
+    n, images = len(tokens), sequence.images
+    span, start = sequence.span(n), sequence.computed - n
     if images is None:
-        return Chunk(sequence.key, span, tokens, prefill.final, every)
+        return Chunk(sequence.key, span, tokens, final, every)
     shown = images.shown(start, start + n, sequence.features)
     angles = images.angles_of(start, start + n)
-    return Chunk(sequence.key, span, tokens, prefill.final, every, shown, angles)
+    return Chunk(sequence.key, span, tokens, final, every, shown, angles)

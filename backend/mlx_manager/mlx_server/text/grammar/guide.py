@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from mlx_manager.mlx_server.errors import GenerationFailed, InvalidParameter, MLXManagerError
 from mlx_manager.mlx_server.formats import Region
-from mlx_manager.mlx_server.text.grammar.matchers import Mask, fill_masks, only, reason, with_tokens
+from mlx_manager.mlx_server.text.grammar.matchers import (
+    Mask,
+    allows,
+    allows_one,
+    fill_masks,
+    only,
+    reason,
+    with_tokens,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +133,44 @@ class Guide:
         self._spent = True
         if region == "reasoning" and not self._forced:
             self._forced.extend(budget.end)
+
+    def foresee(self, drafts: Iterable[int]) -> Iterator[tuple[Mask | None]]:
+        """Yield the mask after each of `drafts`, as long as these are allowed and those can be
+        foreseen.
+
+        A mask is right unless a draft changes the part of the answer that the next token is in.
+        """
+        if self._forced:
+            for _, following in zip(drafts, islice(self._forced, 1, None), strict=False):
+                yield (only(following, self.words),)
+            return
+        matcher = self.matching
+        if matcher is None or self._rules is None:
+            for _ in drafts:
+                yield (self.mask,)
+            return
+        allowed, openers = self.mask, self._openers(self._rules)
+        copy = matcher.deep_copy()
+        for token in drafts:
+            if token in openers or not (allowed is None or allows(allowed, token)):
+                return
+            copy.consume_tokens([token])
+            if copy.is_error() or copy.is_stopped():
+                return
+            (allowed,) = fill_masks(None, [copy], self.words)
+            if copy.is_error():
+                return
+            yield (allowed,)
+
+    @property
+    def forced(self) -> list[int]:
+        """Return the tokens that can only follow now, as far as is known."""
+        if self._forced:
+            return list(self._forced)
+        matcher = self.matching
+        if matcher is None or self.mask is None or not allows_one(self.mask):
+            return []
+        return list(matcher.compute_ff_tokens())
 
     @property
     def rules(self) -> Rules | None:

@@ -545,3 +545,15 @@ def allows_more_than(mask: Mask, ids: Iterable[int]) -> bool:
     words = len(mask)
     known = (token_id for token_id in ids if 0 <= token_id < 32 * words)
     return bool((mask & ~with_tokens(np.zeros(words, np.int32), known)).any())
+
+
+def allows(mask: Mask, token_id: int) -> bool:
+    """Return whether `mask` allows a token."""
+    word = token_id // 32
+    return word < len(mask) and bool(int(mask[word]) >> token_id % 32 & 1)
+
+
+def allows_one(mask: Mask) -> bool:
+    """Return whether `mask` allows exactly one token."""
+    words = mask[mask != 0].view(np.uint32)
+    return len(words) == 1 and int(words[0]).bit_count() == 1

@@ -1,0 +1,48 @@
+"""Acceptance of one row's drafts, learnt as it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mlx_manager.mlx_server.engine.speculation.draft import Method
+
+# Likelihood that a drafted token is drawn if all before it were, before anything has been seen.
+EXPECTED: dict[Method, float] = {"grammar": 0.98, "prediction": 0.8, "ngram": 0.6}
+# Weight of each token of a draft in the moving average.
+LEARNT = 0.1
+# Part of the way back to what is expected at first with each step of a row that tried no draft,
+# since its drafts were poor: the row tries one again when its text has changed.
+FORGOTTEN = 0.01
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Likelihood that a drafted token is drawn, by method, and counts.
+
+    drafted, accepted: tokens of predictions. See `Usage`.
+    """
+
+    rates: dict[Method, float] = field(default_factory=lambda: dict(EXPECTED))
+    drafted: int = 0
+    accepted: int = 0
+
+    def observe(self, method: Method, drafted: int, accepted: int) -> None:
+        """Learn that the first `accepted` of `drafted` tokens were drawn."""
+        rate = self.rates[method]
+        for _ in range(accepted):
+            rate += LEARNT * (1 - rate)
+        if accepted < drafted:
+            rate -= LEARNT * rate
+        self.rates[method] = rate
+        if method == "prediction":
+            self.drafted += drafted
+            self.accepted += accepted
+
+    def pass_over(self, method: Method) -> None:
+        """Note that no draft was tried in a step, since it would not have been worth it."""
+        self.rates[method] += FORGOTTEN * (EXPECTED[method] - self.rates[method])
+
+    @staticmethod
+    def tokens(rate: float, drafted: int) -> float:
+        """Return how many of `drafted` tokens are expected to be drawn."""
+        return drafted if rate >= 1 else rate * (1 - rate**drafted) / (1 - rate)

@@ -1,0 +1,138 @@
+"""Drafts for nothing: tokens found in the prompt, the answer, a prediction or a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mlx_manager.mlx_server.engine.speculation.acceptance import Acceptance
+from mlx_manager.mlx_server.engine.speculation.draft import Method, Proposal
+
+if TYPE_CHECKING:
+    from mlx_manager.mlx_server.engine.sequence import Sequence as Row
+
+# Fewest tokens at the end of what has been written that must stand elsewhere, too: in the prompt or
+# the answer, where two follow each other often, and in a prediction, which is likely throughout.
+LEAST_MATCH = 3
+LEAST_IN_PREDICTION = 2
+# Longest match that is looked at.
+LONGEST_MATCH = 32
+# Steps without a draft until one is looked for in one step of so many only.
+PATIENCE, SELDOM = 6, 8
+
+
+class Text:
+    """Tokens that grow, in which ends of texts are searched."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = np.empty(max(2 * len(tokens), 256), np.int32)
+        self.size = 0
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        size = self.size + len(tokens)
+        if size > len(self._tokens):
+            larger = np.empty(2 * size, np.int32)
+            larger[: self.size] = self._tokens[: self.size]
+            self._tokens = larger
+        self._tokens[self.size : size] = tokens
+        self.size = size
+
+    def follow(self, end: Sequence[int], least: int, most: int) -> list[int]:
+        """Return at most `most` tokens that follow the longest match of `end` in this text; none if
+        fewer than `least` tokens match.
+
+        Of equally long matches, the last one is taken that so many tokens follow. The text's own
+        end is no match: nothing follows it.
+        """
+        if len(end) < least:
+            return []
+        own = self._tokens[: self.size]
+        last = np.flatnonzero(own[:-1] == end[-1])
+        for back in range(1, len(end)):
+            longer = last[last >= back]
+            longer = longer[own[longer - back] == end[-1 - back]]
+            if not len(longer):
+                if back < least:
+                    return []
+                break
+            last = longer
+        if not len(last):
+            return []
+        enough = last[last + most < self.size]
+        behind = int(enough[-1] if len(enough) else last[0]) + 1
+        following: list[int] = own[behind : behind + most].tolist()
+        return following
+
+    def first(self, most: int) -> list[int]:
+        """Return the first tokens, at most `most`."""
+        tokens: list[int] = self._tokens[: min(most, self.size)].tolist()
+        return tokens
+
+
+class Proposer:
+    """Proposer of one row's drafts.
+
+    Args:
+        prediction: tokens that the answer is expected to be much like.
+
+    Attributes:
+        acceptance: what became of its drafts.
+        idle: steps since it had one.
+    """
+
+    def __init__(self, prediction: Sequence[int] = ()) -> None:
+        self.acceptance = Acceptance()
+        self.idle = 0
+        self._prediction = Text(prediction) if prediction else None
+        self._text: Text | None = None
+
+    def looks(self, step: int) -> bool:
+        """Return whether a draft is to be looked for in a step: rarely, where none has been found
+        lately, and then in the same steps as for other rows. To look, the host must have read the
+        row's last token before the step begins, which then can't be put together meanwhile."""
+        return self.idle < PATIENCE or step % SELDOM == 0
+
+    def likeliest(self, row: Row) -> tuple[Method, float]:
+        """Return the way in which the draft that is likeliest to be drawn could be found, and how
+        likely that is."""
+        methods: list[Method] = ["ngram"]
+        if row.guide is not None:
+            methods.append("grammar")
+        if self._prediction is not None:
+            methods.append("prediction")
+        rates = self.acceptance.rates
+        return max(((each, rates[each]) for each in methods), key=lambda each: each[1])
+
+    def propose(self, row: Row, most: int) -> Proposal | None:
+        """Return at most `most` tokens that the row may draw next; None if nothing tells them.
+
+        The host must know all tokens of the row.
+        """
+        if row.guide is not None and (forced := row.guide.forced):
+            return Proposal("grammar", forced[:most])
+        found: tuple[Method, list[int]] = "prediction", self._predicted(row, most)
+        if not found[1]:
+            found = "ngram", self._repeated(row, most)
+        method, tokens = found
+        ends = [i for i, token in enumerate(tokens) if token in row.stop_ids]
+        # Nothing follows an end, which need not be drafted to be drawn.
+        tokens = tokens[: ends[0]] if ends else tokens
+        return Proposal(method, tokens) if tokens else None
+
+    def _predicted(self, row: Row, most: int) -> list[int]:
+        if self._prediction is None:
+            return []
+        answer = row.tokens[max(row.prompt_length, len(row.tokens) - LONGEST_MATCH) :]
+        if len(answer) < LEAST_IN_PREDICTION:
+            first = self._prediction.first(most + len(answer))
+            return first[len(answer) :] if first[: len(answer)] == answer else []
+        return self._prediction.follow(answer, LEAST_IN_PREDICTION, most)
+
+    def _repeated(self, row: Row, most: int) -> list[int]:
+        if self._text is None:
+            self._text = Text(row.tokens)
+        self._text.extend(row.tokens[self._text.size :])
+        return self._text.follow(row.tokens[-LONGEST_MATCH:], LEAST_MATCH, most)
