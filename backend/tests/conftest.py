@@ -22,6 +22,10 @@ settings.register_profile(
 )
 settings.load_profile("patient")
 
+# Logfire, which the tests' environment has, would be imported by pydantic in each of the processes
+# that tests start: 0.3 s of two.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+
 # Whoever is started in the background of a script ignores Ctrl-C, and so would the programs that
 # tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
