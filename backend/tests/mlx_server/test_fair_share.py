@@ -62,8 +62,8 @@ async def test_a_key_is_answered_while_another_has_every_row(tmp_path: Path) -> 
             for _ in range(ROWS):
                 await next(waits)
             for n in range(3):
-                events = await stream(bob, body(f"hello {n}", 5), asyncio.Event())
-                assert events > 5
+                # Tokens that a draft foretold come in one event: some, and the end, in any case.
+                assert await stream(bob, body(f"hello {n}", 5), asyncio.Event()) > 2
             assert not any(task.done() for task in flood)
             for task in flood:
                 task.cancel()

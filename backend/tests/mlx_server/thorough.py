@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -18,6 +19,14 @@ def one_in_turn(cases: list[Any], ways: list[Any]) -> list[Any]:
         pytest.param(*_of(case), *_of(way), marks=[slow] if (n + m) % len(ways) else [])
         for n, case in enumerate(cases)
         for m, way in enumerate(ways)
+    ]
+
+
+def every_other(cases: Iterable[Any], first: int = 0) -> list[Any]:
+    """Parameters: every other of the cases, the others as slow ones. first: 0 or 1."""
+    return [
+        pytest.param(*_of(case), marks=[slow] if (n + first) % 2 else [])
+        for n, case in enumerate(cases)
     ]
 
 

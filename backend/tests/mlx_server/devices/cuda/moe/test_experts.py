@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from devices.cuda.matmul.devices import H200, RTX4090
 from devices.cuda.matmul.halves import bits, gated, in_packs, rounded
-from thorough import ALL, slow
+from thorough import ALL, every_other, slow
 
 from mlx_manager.mlx_server.devices.cuda.compiler import launch
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
@@ -392,7 +392,7 @@ def chosen_alone(problem: Problem, kernels: Kernels) -> list[np.ndarray]:
     return [bits(normed, of), logits, chosen, scores, *placed, errands]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", every_other(CASES), ids=lambda case: case.name)
 def test_a_row_gets_the_experts_of_its_largest_scores(kernels, case):
     problem = Problem(case, seed=7)
     normed, _, chosen, scores, places, order, errands = routed(problem, kernels(case))
@@ -463,7 +463,7 @@ def test_of_equal_scores_those_of_the_first_experts_are_chosen(kernels, case):
     assert np.array_equal(chosen[:, : case.own], np.tile(first, (case.rows, 1)))
 
 
-@pytest.mark.parametrize("case", MULTIPLIED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", every_other(MULTIPLIED), ids=lambda case: case.name)
 def test_what_experts_make_of_rows_is_the_reference(kernels, case):
     of, problem = case.dtype, Problem(case, seed=CASES.index(case))
     normed, _, chosen, scores, places, order, errands = routed(problem, kernels(case))
