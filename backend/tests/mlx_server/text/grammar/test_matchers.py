@@ -35,7 +35,7 @@ from mlx_manager.mlx_server.text.grammar.matchers import (
 )
 from mlx_manager.mlx_server.text.tool_calls.formats import FORMATS
 
-SCHEMAS = Path(__file__).parents[5] / "shared/data/json_schemas.jsonl"
+SCHEMAS = Path(__file__).parents[6] / "shared/data/json_schemas.jsonl"
 END = (2553, 2556, 2557)
 WEATHER = Tool(
     "weather.now",
