@@ -1,4 +1,4 @@
-"""What drafts bring: rows that repeat most of their prompt, and answers that must fit a schema.
+"""Gain by drafts: rows that repeat most of their prompt, and answers that must fit a schema.
 
 In process, the same requests with speculation `auto` and `off`, in turns. The files to be edited
 differ from row to row. Both sides must give the same text. `--prediction` sends the file as the

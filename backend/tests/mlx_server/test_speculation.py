@@ -81,7 +81,7 @@ def chat(client: httpx.Client, model: str = DEMO, **more: Any) -> dict[str, Any]
 
 
 def said(answer: dict[str, Any]) -> tuple[Any, ...]:
-    """What the caller is told, less a call's random id and the rounding of logprobs."""
+    """Return the events without calls' random ids and the rounding of logprobs."""
     (choice,) = answer["choices"]
     message = choice["message"]
     calls = [call["function"] for call in message.get("tool_calls") or ()]

@@ -1,4 +1,4 @@
-"""What the drawings' texts take from the embedded language model's training (`training/demo`)."""
+"""Parts of the embedded language model's training (`training/demo`) that drawings' texts use."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ ASSISTANT = turn("assistant", "").removesuffix("<|eot_id|>")
 
 
 def shown(rng: random.Random, question: str) -> str:
-    """What a user sends: a picture with a question, mostly in this order."""
+    """Return a user's message: a picture with a question, mostly in this order."""
     picture = PICTURE
     if rng.random() < 0.2:
         picture = f"{_BEFORE}{PICTURE}{_AFTER}"

@@ -55,7 +55,7 @@ class Scene:
     nested: bool = False
 
     def direction(self, a: Thing, b: Thing) -> Direction:
-        """Where `a` lies, seen from `b`."""
+        """Return the side of `b` on which `a` lies."""
         if self.nested and {a, b} == set(self.things[:2]):
             return "inside" if a is self.things[0] else "around"
         dx, dy = a.x - b.x, a.y - b.y
@@ -164,7 +164,7 @@ def _thing(
 
 
 def _free(things: list[Thing], new: Thing) -> bool:
-    """Whether a thing overlaps none and lies clearly to one side of each."""
+    """Return whether a thing overlaps none and lies clearly to one side of each."""
     for thing in things:
         dx, dy = abs(new.x - thing.x), abs(new.y - thing.y)
         gap_x = dx - (new.w + thing.w) / 2

@@ -28,7 +28,7 @@ def of_numbers(rig: SeeingRig, of: Scene, numbers: tuple[int, ...]) -> Scene:
 
 
 def drawn(family: SeeingFamily, model, of: Scene, limit: int) -> list[int]:
-    """What mlx-vlm's language model draws greedily after the prompt."""
+    """Return the tokens that mlx-vlm's language model draws greedily after the prompt."""
     found: list[int] = []
     for _ in range(limit):
         now = replace(of, tokens=[*of.tokens[: of.prompt], *found])

@@ -1,4 +1,4 @@
-"""What becomes of pages, neighbours and figures where rows bring drafts."""
+"""Pages, neighbours and figures where rows bring drafts."""
 
 from __future__ import annotations
 
