@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -182,6 +183,22 @@ def endless_demo(folder: Path, form: str = "bf16", context: int = 16_384) -> Pat
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
     return target
+
+
+def gaps_around(
+    streams: Sequence[Sequence[float]], running: float, begin: float, end: float
+) -> tuple[list[float], list[float]]:
+    """The gaps between the times of each stream from `running` to `begin`, and those until `end`; a
+    gap that spans `begin` is one of the latter."""
+    idle: list[float] = []
+    meanwhile: list[float] = []
+    for times in streams:
+        for a, b in pairwise(times):
+            if a >= running and b <= begin:
+                idle.append(b - a)
+            elif b > begin and a < end:
+                meanwhile.append(b - a)
+    return idle, meanwhile
 
 
 def outvoted(weight: Any, ids: Sequence[int]) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from harness import interleave, parser, percentile, print_report, ratio, refuse
+from harness import gaps_around, interleave, parser, percentile, print_report, ratio, refuse
 from load_client import Answer
 from servers import Server, first_model, load, our_server, time_to_first, tokens_per_second
 from workload import text_of
@@ -74,15 +74,7 @@ def asked(
 def gaps(streams: Sequence[Answer], begin: float, end: float) -> tuple[list[float], list[float]]:
     """The streams' gaps before `begin`, once all run, and those until `end`."""
     running = max(stream.first for stream in streams)
-    idle: list[float] = []
-    meanwhile: list[float] = []
-    for stream in streams:
-        for a, b in zip(stream.arrivals, stream.arrivals[1:], strict=False):
-            if a >= running and b <= begin:
-                idle.append(b - a)
-            elif b > begin and a < end:
-                meanwhile.append(b - a)
-    return idle, meanwhile
+    return gaps_around([stream.arrivals for stream in streams], running, begin, end)
 
 
 def arrival(server: Server, side: int, tokens: int, after: float, number: int) -> list[float]:

@@ -22,7 +22,7 @@ from mlx_lm.generate import BatchGenerator
 
 from checks import check_engine
 from engines import MlxLm, OurEngine, Trace
-from harness import find_model, interleave, parser, percentile, print_report, ratio
+from harness import find_model, gaps_around, interleave, parser, percentile, print_report, ratio
 from workload import Row, prompt_of
 
 SHORT = 64
@@ -61,14 +61,7 @@ def arrival(streams: Sequence[Trace], newcomer: Trace) -> Arrival:
     """Split the streams' gaps at the newcomer's submission. A gap that spans it is a stall."""
     begin, end = newcomer.started, newcomer.first
     running = max(stream.first for stream in streams)
-    idle: list[float] = []
-    stalled: list[float] = []
-    for stream in streams:
-        for a, b in zip(stream.times, stream.times[1:], strict=False):
-            if a >= running and b <= begin:
-                idle.append(b - a)
-            elif b > begin and a < end:
-                stalled.append(b - a)
+    idle, stalled = gaps_around([stream.times for stream in streams], running, begin, end)
     return Arrival(idle, stalled, end - begin)
 
 

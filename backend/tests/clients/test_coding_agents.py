@@ -14,31 +14,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from agent_program import turn
 from live import LiveServer
 from thorough import slow
 
 HERE = Path(__file__).parent
 QUESTION = "How do I stop the server?"
 ANSWER = "Press Ctrl-C in the terminal where the server runs."
-
-
-def turn(agent: str, *arguments: str, home: Path, **environment: str) -> str:
-    """What an agent that knows nothing but `environment` says in its one turn."""
-    modules = HERE / "agents" / "node_modules"
-    if not (modules / ".setup").exists():
-        pytest.skip("the agents are not installed; `make clients` installs them, with npm")
-    ended = subprocess.run(
-        [str(modules / ".bin" / agent), *arguments],
-        env={"PATH": os.environ["PATH"], "HOME": str(home), **environment},
-        cwd=home,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
-    return ended.stdout.strip()
 
 
 def refusals(server: LiveServer) -> list[str]:

@@ -4,9 +4,7 @@ beside the question. What the model would say is scripted; what it is shown is l
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from agent_program import turn
 from pictures import picture
 from scripted import ScriptedBackend, ScriptedPool, Step, says
 
@@ -31,7 +30,6 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.main import create_app
 
-PROGRAMS = Path(__file__).parent / "agents" / "node_modules" / ".bin"
 SHOT = picture(size=(400, 300))
 SAID = "It is a red picture."
 MODEL = "mlx-manager/demo"
@@ -92,25 +90,8 @@ def seeing(tmp_path: Path) -> Iterator[Seeing]:
         thread.join()
 
 
-def said_by(agent: str, *arguments: str, home: Path, **environment: str) -> str:
-    if not (PROGRAMS / agent).exists():
-        pytest.skip("the agents are not installed; `make clients` installs them, with npm")
-    ended = subprocess.run(
-        [str(PROGRAMS / agent), *arguments],
-        env={"PATH": os.environ["PATH"], "HOME": str(home), **environment},
-        cwd=home,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
-    return ended.stdout
-
-
 def test_claude_code_shows_the_picture_that_it_reads(seeing: Seeing, tmp_path: Path):
-    said = said_by(
+    said = turn(
         "claude",
         *("--print", "What is in shot.png?", "--tools", "Read", "--allowedTools", "Read"),
         home=tmp_path,
@@ -131,7 +112,7 @@ def test_codex_shows_the_picture_beside_the_question(seeing: Seeing, tmp_path: P
     (tmp_path / ".codex" / "config.toml").write_text(
         f'model = "gpt-local"\nmodel_provider = "own"\nmodel_providers.own = {own}\n'
     )
-    said = said_by(
+    said = turn(
         "codex",
         *("exec", "--skip-git-repo-check", "What is in the picture?", "-i", "shot.png"),
         home=tmp_path,

@@ -100,6 +100,14 @@ def in_parts(tiles: Pixels, patches: int) -> Iterator[Pixels]:
     yield from (tiles[place : place + size] for place in range(0, len(tiles), size))
 
 
+def under_vision_model(name: str) -> str:
+    """Return the name of a tensor for modules with a `vision_tower.vision_model`, which some
+    checkpoints leave out of names. Names that are not of the tower lose `model.` alone."""
+    rest = name.removeprefix("model.")
+    inner = rest.removeprefix("vision_tower.").removeprefix("vision_model.")
+    return rest if inner == rest else f"vision_tower.vision_model.{inner}"
+
+
 class VisionTower(ABC):
     """A vision tower with its projector, of one checkpoint; see `engine.images.Tower`.
 

@@ -16,7 +16,12 @@ from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.engine.images import Features
 from mlx_manager.mlx_server.vision.layout import Layout
 from mlx_manager.mlx_server.vision.pixels import rgb
-from mlx_manager.mlx_server.vision.towers.base import Checkpoint, VisionTower, expect_activation
+from mlx_manager.mlx_server.vision.towers.base import (
+    Checkpoint,
+    VisionTower,
+    expect_activation,
+    under_vision_model,
+)
 
 BEGIN, END = "<start_of_image>", "<end_of_image>"
 
@@ -69,9 +74,7 @@ class Tower(VisionTower):
         return square
 
     def renamed(self, name: str) -> str:
-        rest = name.removeprefix("model.")
-        inner = rest.removeprefix("vision_tower.").removeprefix("vision_model.")
-        return rest if inner == rest else f"vision_tower.vision_model.{inner}"
+        return under_vision_model(name)
 
     def layers(self) -> list[nn.Module]:
         layers: list[nn.Module] = self.module.vision_tower.vision_model.encoder.layers

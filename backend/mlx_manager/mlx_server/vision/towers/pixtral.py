@@ -17,7 +17,12 @@ from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.engine.images import Features
 from mlx_manager.mlx_server.vision.layout import Layout
 from mlx_manager.mlx_server.vision.pixels import rgb
-from mlx_manager.mlx_server.vision.towers.base import Checkpoint, VisionTower, expect_activation
+from mlx_manager.mlx_server.vision.towers.base import (
+    Checkpoint,
+    VisionTower,
+    expect_activation,
+    under_vision_model,
+)
 
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
@@ -88,9 +93,7 @@ class Tower(VisionTower):
         return pixels
 
     def renamed(self, name: str) -> str:
-        rest = name.removeprefix("model.")
-        inner = rest.removeprefix("vision_tower.").removeprefix("vision_model.")
-        return rest if inner == rest else f"vision_tower.vision_model.{inner}"
+        return under_vision_model(name)
 
     def layers(self) -> list[nn.Module]:
         layers: list[nn.Module] = self.module.vision_tower.vision_model.transformer.layers
