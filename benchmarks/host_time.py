@@ -32,14 +32,16 @@ from mlx import nn
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Event, Sampling
-from mlx_manager.mlx_server.devices.attention import AttentionShape, KernelSet, splits
+from mlx_manager.mlx_server.devices.attention import splits
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.stream import LoopRow
 from mlx_manager.mlx_server.engine.text_engine import TextEngine
-from mlx_manager.mlx_server.execution.attention.paged import Reading
+from mlx_manager.mlx_server.execution.attention.paged import KeyAccess
 from mlx_manager.mlx_server.execution.compiled import Compile
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.forward import FusedForward
@@ -193,7 +195,7 @@ def forward(name: str, layers: int, compile: Compile) -> Forward:
     if name != "llama":
         built = KernelSet(StandIn)  # type: ignore[arg-type]
         kind = RaggedForward if name == "olmo2" else SeparateForward
-        return kind(model, PAGE, Reading.PAGES, built, compile)
+        return kind(model, PAGE, KeyAccess.PAGES, built, compile)
     decoder = FusedDecoder.build(model, PAGE, StandIn, compile=compile)  # type: ignore[arg-type]
     assert isinstance(decoder, FusedDecoder), decoder
     stores = [LayerStore(LayerShape(1, 32, 32, mx.bfloat16), PAGE) for _ in range(layers)]

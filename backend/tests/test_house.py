@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from graphlib import TopologicalSorter
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from mlx_manager import configuration
@@ -81,7 +83,7 @@ ROOMS = {
     "engine/stream.py": "stream",
     **{f"engine/kv/{name}.py": "kv" for name in ("__init__", "pages", "prefix", "store")},
     "engine/sampling.py": "sampling",
-    "engine/images.py": "pictures",
+    "engine/prompt_images.py": "pictures",
     "execution/images.py": "pictures",
     "utils/memory.py": "memory",
 }
@@ -142,6 +144,50 @@ def test_imports_point_one_way() -> None:
         if room_of(name.removeprefix(prefix)) not in MAY_IMPORT[room(path)] | {room(path)}
     ]
     assert not wrong
+
+
+def at_import(body: Sequence[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the imports that run as a module does."""
+    for node in body:
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                yield node
+            case ast.If(test) if not ast.unparse(test).endswith("TYPE_CHECKING"):
+                yield from at_import([*node.body, *node.orelse])
+            case ast.Try():
+                yield from at_import([*node.body, *node.orelse])
+
+
+def packages_of(module: str) -> set[str]:
+    return set(accumulate(module.split(".")[:-1], "{}.{}".format))
+
+
+def test_every_module_can_be_the_first_that_is_imported() -> None:
+    modules = {
+        "mlx_manager.mlx_server." + path.removesuffix(".py").replace("/", "."): tree
+        for path, tree in TREES.items()
+    }
+    modules = {name.removesuffix(".__init__"): tree for name, tree in modules.items()}
+    needs: dict[str, set[str]] = {}
+    for module, tree in modules.items():
+        named = {name for node in at_import(tree.body) for name in imports(ast.Module([node], []))}
+        found = {name if name in modules else name.rpartition(".")[0] for name in named}
+        around = {package for name in found for package in packages_of(name)}
+        needs[module] = ((found | around) & modules.keys()) - packages_of(module) - {module}
+        needs[module] |= found & packages_of(module) & modules.keys()
+    TopologicalSorter(needs).prepare()
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    """Wire types are named as the protocols name them, and layers as their checkpoints do."""
+    named = Counter(
+        node.name
+        for path, tree in TREES.items()
+        if not path.startswith(("schemas/", "encoders/architectures/", "vision/towers/"))
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, times in named.items() if times > 1] == []
 
 
 def test_mlx_and_fastapi_stay_in_their_rooms() -> None:

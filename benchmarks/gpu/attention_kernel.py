@@ -24,8 +24,10 @@ import mlx.core as mx
 import numpy as np
 from loads import lengths_of
 
-from mlx_manager.mlx_server.devices.attention import AttentionShape, Rotary, Splits, build
-from mlx_manager.mlx_server.devices.attention.check import Features, self_check
+from mlx_manager.mlx_server.devices.attention.check import AttentionFeatures, self_check
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Rotary
+from mlx_manager.mlx_server.devices.attention.kinds import build
+from mlx_manager.mlx_server.devices.attention.splits import Splits
 from mlx_manager.mlx_server.devices.cuda.attention import decode as cuda
 from mlx_manager.mlx_server.devices.cuda.compiler.device import CudaDevice, cuda_device
 from mlx_manager.mlx_server.devices.kernel import Unsupported
@@ -44,20 +46,20 @@ LOADS = [
     "8192 + 31 x 64",
 ]
 CHECKS = [
-    (AttentionShape(32, 8, 64, 16, BF16), Features()),
-    (AttentionShape(32, 8, 128, 32, BF16), Features()),
-    (AttentionShape(8, 8, 80, 16, F16), Features()),
-    (AttentionShape(24, 8, 96, 16, BF16), Features(softcap=30.0)),
-    (AttentionShape(28, 4, 128, 16, F16), Features()),
-    (AttentionShape(64, 8, 64, 16, BF16), Features(window=128, sinks=True)),
-    (AttentionShape(64, 8, 64, 16, BF16), Features(sinks=True)),
-    (AttentionShape(16, 8, 256, 16, BF16), Features(window=1024, softcap=50.0)),
-    (AttentionShape(16, 1, 256, 16, BF16), Features()),
-    (AttentionShape(20, 1, 128, 16, BF16), Features(softcap=50.0)),
-    (AttentionShape(64, 4, 128, 16, F16), Features()),
-    (AttentionShape(8, 2, 512, 16, BF16), Features()),
-    (AttentionShape(32, 4, 512, 16, BF16), Features(window=1024)),
-    (AttentionShape(16, 1, 512, 16, F16), Features(softcap=50.0, sinks=True)),
+    (AttentionShape(32, 8, 64, 16, BF16), AttentionFeatures()),
+    (AttentionShape(32, 8, 128, 32, BF16), AttentionFeatures()),
+    (AttentionShape(8, 8, 80, 16, F16), AttentionFeatures()),
+    (AttentionShape(24, 8, 96, 16, BF16), AttentionFeatures(softcap=30.0)),
+    (AttentionShape(28, 4, 128, 16, F16), AttentionFeatures()),
+    (AttentionShape(64, 8, 64, 16, BF16), AttentionFeatures(window=128, sinks=True)),
+    (AttentionShape(64, 8, 64, 16, BF16), AttentionFeatures(sinks=True)),
+    (AttentionShape(16, 8, 256, 16, BF16), AttentionFeatures(window=1024, softcap=50.0)),
+    (AttentionShape(16, 1, 256, 16, BF16), AttentionFeatures()),
+    (AttentionShape(20, 1, 128, 16, BF16), AttentionFeatures(softcap=50.0)),
+    (AttentionShape(64, 4, 128, 16, F16), AttentionFeatures()),
+    (AttentionShape(8, 2, 512, 16, BF16), AttentionFeatures()),
+    (AttentionShape(32, 4, 512, 16, BF16), AttentionFeatures(window=1024)),
+    (AttentionShape(16, 1, 512, 16, F16), AttentionFeatures(softcap=50.0, sinks=True)),
 ]
 CACHE_BYTES = 256 << 20
 
@@ -146,7 +148,7 @@ class Timing:
     host: float
 
 
-def attention_timing(kernels: cuda.CudaKernels, lengths: Sequence[int], layers: Layers) -> Timing:
+def attention_timing(kernels: cuda.CudaAttention, lengths: Sequence[int], layers: Layers) -> Timing:
     splits = kernels.plan(lengths)
     mx.eval(splits.items)
     per_run, runs = 64, 8
@@ -170,7 +172,7 @@ def attention_timing(kernels: cuda.CudaKernels, lengths: Sequence[int], layers: 
 
 
 def attend(  # noqa: PLR0917
-    kernels: cuda.CudaKernels,
+    kernels: cuda.CudaAttention,
     splits: Splits,
     layers: Layers,
     q: mx.array,
@@ -200,7 +202,7 @@ def once(loads: Sequence[str], device: CudaDevice) -> None:
             for waves in (1, 2, 4, 8, 16):
                 chosen = cuda.CudaLaunch.choose(shape, device)
                 launch = cuda.CudaLaunch.of(shape, device, chosen.warps, chosen.stages, waves)
-                kernels = cuda.CudaKernels(shape, device, launch)
+                kernels = cuda.CudaAttention(shape, device, launch)
                 splits = kernels.plan(lengths_of(load))
                 dep = mx.zeros((1,), mx.int32)
                 for _ in range(3):
@@ -268,7 +270,7 @@ def main() -> None:
             lengths = lengths_of(load)
             layers = Layers.random(shape, lengths)
             for launch in launches(shape, device, options.tune and load in TUNED_LOADS):
-                kernels = cuda.CudaKernels(shape, device, launch)
+                kernels = cuda.CudaAttention(shape, device, launch)
                 timing = attention_timing(kernels, lengths, layers)
                 rate = layers.kv_bytes / timing.launch
                 print(

@@ -36,8 +36,8 @@ from mlx_manager.mlx_server.core import Sampling  # noqa: E402
 from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel  # noqa: E402
 from mlx_manager.mlx_server.devices.cuda.graphs import record_whole_steps  # noqa: E402
 from mlx_manager.mlx_server.devices.draws import DrawKernel, checked  # noqa: E402
-from mlx_manager.mlx_server.devices.draws.check import Problem  # noqa: E402
-from mlx_manager.mlx_server.devices.draws.kernel import Form, cuda_source  # noqa: E402
+from mlx_manager.mlx_server.devices.draws.check import DrawProblem  # noqa: E402
+from mlx_manager.mlx_server.devices.draws.kernel import LaunchForm, cuda_source  # noqa: E402
 from mlx_manager.mlx_server.devices.kernel import Unsupported  # noqa: E402
 from mlx_manager.mlx_server.engine import sampling  # noqa: E402
 from mlx_manager.mlx_server.engine.sampling import SamplerState, SamplingBatch, sample_portably  # noqa: E402
@@ -128,12 +128,12 @@ def measure(
     return statistics.median(more) / chain, statistics.median(host)
 
 
-def in_form(form: Form) -> Draw:
+def in_form(form: LaunchForm) -> Draw:
     kernel = DrawKernel(CudaKernel(cuda_source(mx.bfloat16, form)), form.threads)
     return lambda logits, batch, drawn: batch.draw(kernel, logits, drawn)
 
 
-def time_draws(forms: Sequence[Form]) -> None:
+def time_draws(forms: Sequence[LaunchForm]) -> None:
     table = []
     for rows in ROWS:
         logits = logits_of(rows, 2.0, rows)
@@ -166,7 +166,7 @@ def compare(rounds: int) -> None:
             changed += int(np.array(by_kernel(logits[5:6], alone, [number]))[0] != tokens[5])
             theirs = np.array(sample_portably(logits, batch, drawn))
             exact = np.array(logits.astype(mx.float32))
-            problem = Problem(exact, batch.host, batch.chances(drawn))
+            problem = DrawProblem(exact, batch.host, batch.chances(drawn))
             for row in np.flatnonzero(tokens != theirs).tolist():
                 if problem.allows(row, int(tokens[row])):
                     rounded += 1
@@ -241,7 +241,7 @@ def main() -> None:
     options = parser.parse_args()
     record_whole_steps()
     if "draws" in options.parts:
-        time_draws([Form(*map(int, form.split("x"))) for form in options.forms])
+        time_draws([LaunchForm(*map(int, form.split("x"))) for form in options.forms])
     if "agreement" in options.parts:
         compare(10 * options.rounds)
     if "engine" in options.parts:

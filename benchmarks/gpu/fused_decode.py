@@ -22,8 +22,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from synthetic import SHAPES, make
 
-from mlx_manager.mlx_server.devices.cuda import matmul as products
-from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
+from mlx_manager.mlx_server.devices.cuda.matmul import products
+from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.execution.decoder.check import check
 from mlx_manager.mlx_server.execution.decoder.decoder import BuildProducts, FusedDecoder

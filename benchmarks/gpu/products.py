@@ -22,16 +22,15 @@ import numpy as np
 import torch
 from synthetic import SHAPES, VOCABULARY
 
-from mlx_manager.mlx_server.devices.cuda import matmul as products
 from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel
-from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
+from mlx_manager.mlx_server.devices.cuda.matmul import products
 from mlx_manager.mlx_server.devices.cuda.matmul.chain import (
     Chain,
     ChainForm,
     ChainVariant,
     chain_source,
 )
-from mlx_manager.mlx_server.devices.cuda.matmul.factors import Link, Norm, Packed
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import Link, Packed, RowNorm
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import (
     ByWarps,
     Packing,
@@ -39,6 +38,7 @@ from mlx_manager.mlx_server.devices.cuda.matmul.forms import (
     WarpForm,
     size_of,
 )
+from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
 
 COLD = 200 * 2**20
 """Bytes of matrices that take turns, more than caches keep."""
@@ -145,7 +145,7 @@ def told(form: ByWarps) -> str:
 def ours(
     kernels: ProductKernels, kind: Kind, weights: Sequence[mx.array | Packed], x: mx.array
 ) -> Callable[[WarpForm | RowForm | None], Callable[[int], mx.array]]:
-    norm = Norm(mx.ones((kind.inputs,), x.dtype), 1e-5) if kind.norm else None
+    norm = RowNorm(mx.ones((kind.inputs,), x.dtype), 1e-5) if kind.norm else None
     residual = mx.zeros((x.shape[0], kind.outputs), x.dtype) if kind.residual else None
 
     def in_form(form: WarpForm | RowForm | None) -> Callable[[int], mx.array]:
@@ -244,7 +244,7 @@ def layer(kinds: Sequence[Kind], options: argparse.Namespace) -> list[Link]:
     links = []
     for kind in kinds:
         weight = in_packs(random_weight(kind), options.bits, options.group)
-        norm = Norm(mx.ones((kind.inputs,), mx.bfloat16), 1e-5) if kind.norm else None
+        norm = RowNorm(mx.ones((kind.inputs,), mx.bfloat16), 1e-5) if kind.norm else None
         links.append(Link(weight, None, norm))
     return links
 

@@ -98,7 +98,7 @@ def written_encoder(kind: str, folder: Path) -> Path:
     """A folder of that shape in bfloat16 with random weights."""
     config = {"model_type": kind, "vocab_size": VOCABULARY, "pad_token_id": 0, **ENCODERS[kind]}
     mx.random.seed(0)
-    model = encoder.Encoder(config, "mean", None)
+    model = encoder.EncoderModel(config, "mean", None)
     drawn = tree_map(
         lambda a: (0.02 * mx.random.normal(a.shape)).astype(mx.bfloat16), model.parameters()
     )

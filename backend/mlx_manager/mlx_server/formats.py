@@ -40,7 +40,7 @@ def short_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Place of the function's name in a `Call`."""
+    """Place of the function's name in a `CallForm`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ PYTHON_NAME = r"[A-Za-z_][^\s()\[\]{}<>\"'\\,=]{0,127}"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallForm:
     """One call: its head, the function's name, the middle, the arguments, the tail."""
 
     head: Pieces
@@ -145,7 +145,7 @@ class Call:
     tail: Pieces
 
     @classmethod
-    def of(cls, *parts: Piece | Name | Arguments) -> Call:
+    def of(cls, *parts: Piece | Name | Arguments) -> CallForm:
         """Return the call that is written as `parts` say, with `NAME` and arguments in places."""
         named = parts.index(NAME) if NAME in parts else -1
         given = next(i for i, part in enumerate(parts) if isinstance(part, Arguments))
@@ -219,14 +219,14 @@ class ToolFormat:
     """
 
     name: str
-    call: Call
+    call: CallForm
     openers: tuple[str, ...] = ()
     opening: Pieces = ()
     between: Pieces = ()
     closing: Pieces = ()
     closers: tuple[str, ...] = ()
-    also: tuple[Call, ...] = ()
-    other: Call | None = None
+    also: tuple[CallForm, ...] = ()
+    other: CallForm | None = None
     skipped: tuple[str, ...] = ()
     parsers: tuple[str, ...] = ()
     template: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.config import PoolLimits
-from mlx_manager.mlx_server.engine.images import Features
+from mlx_manager.mlx_server.engine.prompt_images import Features
 from mlx_manager.mlx_server.models.catalog import described
 from mlx_manager.mlx_server.models.families import vision_facts
 from mlx_manager.mlx_server.models.loading.load import LoadedModel, load

@@ -9,7 +9,7 @@ from mlx_manager.mlx_server.utils.text import sized
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.config import MLXServerSettings
-    from mlx_manager.mlx_server.models.plan import Plan
+    from mlx_manager.mlx_server.models.plan import MemoryPlan
 
 
 def memory_limit(settings: MLXServerSettings) -> int:
@@ -48,7 +48,7 @@ def print_plan(settings: MLXServerSettings) -> None:
     note("long as the context. On a CPU keys and values take twice as much.")
 
 
-def figures(plan: Plan) -> tuple[str, ...]:
+def figures(plan: MemoryPlan) -> tuple[str, ...]:
     """Return the numbers of a plan; those that are not known are empty."""
     return (
         sized(plan.weights),
@@ -59,7 +59,7 @@ def figures(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def sentence(plan: Plan) -> str:
+def sentence(plan: MemoryPlan) -> str:
     """Return a plan in words."""
     whole = f"{sized(plan.weights)} of weights, {sized(plan.limit)} for models on this machine"
     if not plan.fits:

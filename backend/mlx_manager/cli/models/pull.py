@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mlx_manager.mlx_server.config import MLXServerSettings
     from mlx_manager.mlx_server.errors import MLXManagerError
     from mlx_manager.mlx_server.models.hub import Report, Repository
-    from mlx_manager.mlx_server.models.plan import Plan
+    from mlx_manager.mlx_server.models.plan import MemoryPlan
 
 Name = Annotated[
     str,
@@ -265,7 +265,7 @@ def client_notes(console: Console) -> Iterator[None]:
         log.handlers = before
 
 
-def plan_for(found: Repository) -> Plan | None:
+def plan_for(found: Repository) -> MemoryPlan | None:
     """Return what a model would take on this machine; None where MLX can't be imported, or a
     setting of the environment is wrong."""
     from pydantic import ValidationError
@@ -281,7 +281,7 @@ def plan_for(found: Repository) -> Plan | None:
     return plan_of(found, hub.config_of(found), limit)
 
 
-def planned(plan: Plan | None) -> dict[str, object]:
+def planned(plan: MemoryPlan | None) -> dict[str, object]:
     if plan is None:
         return {}
     own = {"fits": plan.fits, "tokens": plan.tokens, "rows_at_context": plan.rows_at_context}

@@ -20,7 +20,7 @@ from mlx_manager.mlx_server.api.state import LATEST, Server, meant, server_of
 from mlx_manager.mlx_server.core import GenerationRequest
 from mlx_manager.mlx_server.errors import InvalidParameter, InvalidRequest
 from mlx_manager.mlx_server.protocols import ollama
-from mlx_manager.mlx_server.protocols.ollama import Head, OllamaAnswer, OllamaStream
+from mlx_manager.mlx_server.protocols.ollama import OllamaAnswer, OllamaHead, OllamaStream
 from mlx_manager.mlx_server.protocols.sse import dump
 from mlx_manager.mlx_server.schemas.ollama import (
     OllamaBody,
@@ -42,9 +42,9 @@ FOR_EVER = timedelta(days=36500)
 NOT_SERVED = ("/api/create", "/api/copy", "/api/push", "/api/blobs/{digest}")
 
 
-def head_of(server: Server, name: str | None) -> Head:
+def head_of(server: Server, name: str | None) -> OllamaHead:
     model = meant(server, name, ollama=True)
-    return Head(model=model, shown=name or model)
+    return OllamaHead(model=model, shown=name or model)
 
 
 @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
@@ -85,7 +85,7 @@ async def generate(request: Request) -> Response:
 
 
 async def answer(
-    request: Request, body: OllamaBody, head: Head, asked: GenerationRequest, *, chat: bool
+    request: Request, body: OllamaBody, head: OllamaHead, asked: GenerationRequest, *, chat: bool
 ) -> Response:
     server = server_of(request)
     await keep(server, body, head)
@@ -95,13 +95,15 @@ async def answer(
     return await respond(request, body, call.run, writer, whole)
 
 
-async def keep(server: Server, body: OllamaBody | OllamaEmbedRequest, head: Head) -> None:
+async def keep(server: Server, body: OllamaBody | OllamaEmbedRequest, head: OllamaHead) -> None:
     seconds = ollama.keep_alive(body.keep_alive)
     if seconds is not None:
         await server.pool.keep(head.model, seconds)
 
 
-async def lifecycle(request: Request, body: OllamaBody, head: Head, *, chat: bool) -> Response:
+async def lifecycle(
+    request: Request, body: OllamaBody, head: OllamaHead, *, chat: bool
+) -> Response:
     """Load the model, or unload it where `keep_alive` is 0."""
     server = server_of(request)
     seconds = ollama.keep_alive(body.keep_alive)

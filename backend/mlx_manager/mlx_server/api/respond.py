@@ -17,7 +17,7 @@ from mlx_manager.mlx_server.schemas.anthropic import MessagesRequest
 from mlx_manager.mlx_server.schemas.ollama import OllamaBody
 from mlx_manager.mlx_server.schemas.openai import GenerationParameters
 from mlx_manager.mlx_server.schemas.responses import ResponsesRequest
-from mlx_manager.mlx_server.services.inference import Answer, Writer, collect
+from mlx_manager.mlx_server.services.inference import AnswerCollector, StreamWriter, collect
 
 BLOCK = 64 * 2**10
 """Characters of a large body that are written before others have their turn."""
@@ -27,8 +27,8 @@ async def respond(
     request: Request,
     body: GenerationParameters | MessagesRequest | OllamaBody | ResponsesRequest,
     work: Work,
-    writer: Writer,
-    answer: Answer,
+    writer: StreamWriter,
+    answer: AnswerCollector,
 ) -> Response:
     """Stream the steps of `work` if `body` asks for it, or else wait for all of them.
 

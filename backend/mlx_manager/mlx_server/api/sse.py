@@ -20,7 +20,7 @@ from mlx_manager.mlx_server.api.connection import UntilHangup, unheld_header
 from mlx_manager.mlx_server.core import Progress
 from mlx_manager.mlx_server.engine.stream import Inbox, Work, working
 from mlx_manager.mlx_server.errors import MLXManagerError
-from mlx_manager.mlx_server.services.inference import Writer, starts
+from mlx_manager.mlx_server.services.inference import StreamWriter, starts
 
 
 class EventStreamResponse(Response):
@@ -31,7 +31,7 @@ class EventStreamResponse(Response):
     """
 
     def __init__(
-        self, work: Work, writer: Writer, *, keepalive: float, headers: Mapping[str, str]
+        self, work: Work, writer: StreamWriter, *, keepalive: float, headers: Mapping[str, str]
     ) -> None:
         self.work = work
         self.writer = writer

@@ -35,7 +35,7 @@ from mlx_manager.mlx_server.core import (
     Tokens,
 )
 from mlx_manager.mlx_server.encoders.loading import LoadedEncoder
-from mlx_manager.mlx_server.encoders.loop import EncoderEngine, EncoderStats, Reading
+from mlx_manager.mlx_server.encoders.loop import EncoderEngine, EncoderStats, Request
 from mlx_manager.mlx_server.encoders.wrapping import Ids, shortened
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
@@ -61,7 +61,7 @@ TOKENISING = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenized:
+class EncoderTokens:
     """A text as tokens, and how many the model can take."""
 
     ids: list[int]
@@ -174,7 +174,7 @@ class EncoderBackend:
         scores = await asyncio.to_thread(lambda: floats(activated(np.stack(logits), activation)))
         return Encoded(scores, sum(len(ids) for ids, _ in pairs))
 
-    def tokenize(self, prompt: Prompt, special: bool = True) -> Tokenized:
+    def tokenize(self, prompt: Prompt, special: bool = True) -> EncoderTokens:
         """Return a text's tokens. `special`: put the special tokens around them that the model
         wants.
 
@@ -194,7 +194,7 @@ class EncoderBackend:
                 raise InvalidRequest(
                     f"{self._loaded.id} has no chat template; send a text.", param=prompt.param
                 )
-        return Tokenized(list(ids), self._loaded.context_length, self._tokenizer)
+        return EncoderTokens(list(ids), self._loaded.context_length, self._tokenizer)
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """Return the text of tokens, special ones included.
@@ -448,7 +448,7 @@ class EncoderBackend:
         begun: Callable[[], None],
     ) -> list[Vector]:
         future: asyncio.Future[list[Vector]] = asyncio.get_running_loop().create_future()
-        reading = Reading(rows, seconds, future, begun, request.caller.key, request.priority)
+        reading = Request(rows, seconds, future, begun, request.caller.key, request.priority)
         self._thread.post(partial(self._engine.submit, reading))
         try:
             return await future

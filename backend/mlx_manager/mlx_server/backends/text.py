@@ -41,7 +41,7 @@ from mlx_manager.mlx_server.core import (
     Usage,
 )
 from mlx_manager.mlx_server.defaults import fill_sampling
-from mlx_manager.mlx_server.engine.images import PromptImages
+from mlx_manager.mlx_server.engine.prompt_images import PromptImages
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.scores import Scoring
@@ -57,7 +57,7 @@ from mlx_manager.mlx_server.errors import (
     InvalidRequest,
 )
 from mlx_manager.mlx_server.execution.forward import Forward
-from mlx_manager.mlx_server.execution.select import Choice, choose
+from mlx_manager.mlx_server.execution.select import ChooseForward, choose
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
 from mlx_manager.mlx_server.models.loading.load import LoadedModel
@@ -113,7 +113,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenized:
+class TextTokens:
     """A prompt as tokens, and how many the model can take."""
 
     ids: list[int]
@@ -130,7 +130,7 @@ def prepare(
     thread: MLXThread,
     limits: EngineLimits,
     ledger: Ledger,
-    choice: Choice = choose,
+    choice: ChooseForward = choose,
     *,
     sandbox: Sandbox | None = None,
     doing: Doing = unheard,
@@ -267,7 +267,7 @@ class TextBackend:
             events = [replace(begun, unheld=prepared.unheld), *events[1:]]
         return self._echoed(request, prepared, sequence, events) if request.echo else events
 
-    def tokenize(self, prompt: Prompt, special: bool = True) -> Tokenized:
+    def tokenize(self, prompt: Prompt, special: bool = True) -> TextTokens:
         """Return a prompt's tokens, even if they are too many for the model.
 
         special: a text's begin with the model's BOS.
@@ -284,7 +284,7 @@ class TextBackend:
         else:
             tokens = self._tokenise(prompt, most).tokens
         check_counted(len(tokens.ids), self._loaded.context_length, prompt.param)
-        return Tokenized(tokens.ids, self._loaded.context_length, self._texts)
+        return TextTokens(tokens.ids, self._loaded.context_length, self._texts)
 
     def leaves_room(self, request: GenerationRequest) -> bool:
         """Return whether an answer can follow that is as long as asked for, or half the context

@@ -23,7 +23,7 @@ class Unsupported:
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class KernelName:
     """A name that the source files declare in `kernels`, such as a type.
 
     constants: its template arguments.
@@ -33,12 +33,12 @@ class Name:
     constants: tuple[Constant, ...] = ()
 
 
-Constant = mx.Dtype | bool | int | Name
+Constant = mx.Dtype | bool | int | KernelName
 """A template argument. An array's element type has another name in each language."""
 
 
 @dataclass(frozen=True, slots=True)
-class Maybe:
+class OptionalArgument:
     """Argument for an input or output that not all forms of a kernel have; null without it."""
 
     name: str
@@ -62,12 +62,12 @@ class Struct:
     and deduces its type.
     """
 
-    type: Name | None
+    type: KernelName | None
     parts: tuple[Argument, ...] = ()
     called: bool = False
 
 
-Argument = str | Maybe | Size | Struct | int | float | None
+Argument = str | OptionalArgument | Size | Struct | int | float | None
 """Argument of a function: an input or output by its name, or a number, floats as float32; None for
 null."""
 
@@ -89,9 +89,9 @@ class KernelSource(ABC):
     arguments: tuple[Argument, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    within: Name | None = None
+    within: KernelName | None = None
     made: bool = False
-    scratch: Name | None = None
+    scratch: KernelName | None = None
 
     types: ClassVar[Mapping[Any, str]]
     """Names of the types of arrays' elements."""
@@ -148,7 +148,7 @@ class KernelSource(ABC):
         match argument:
             case None:
                 text = "nullptr"
-            case Maybe(name):
+            case OptionalArgument(name):
                 text = name if name in names else "nullptr"
             case Size(of, axis, times, over):
                 by = f" * {times}" if times > 1 else ""
@@ -170,7 +170,7 @@ class KernelSource(ABC):
 
     def _constant(self, constant: Constant) -> str:
         match constant:
-            case Name(name, constants):
+            case KernelName(name, constants):
                 return f"kernels::{name}{self._constants(constants)}"
             case mx.Dtype():
                 return self.types[constant]

@@ -13,7 +13,7 @@ that no token of a text sees the filling."""
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PaddedBatch:
     """Texts as rows of token ids, filled up at their ends.
 
     ids, segments: int32 (rows, longest); a segment is 1 in the second text of a pair. lengths:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.encoders.batch import Batch
-from mlx_manager.mlx_server.encoders.families.family import Body, Head
+from mlx_manager.mlx_server.encoders.architectures.architecture import Body, ScoreHead
+from mlx_manager.mlx_server.encoders.batch import PaddedBatch
 from mlx_manager.mlx_server.encoders.pooling import DenseLayer, pooled
 from mlx_manager.mlx_server.models.checkpoint.sentence import Pooling
 from mlx_manager.mlx_server.models.loading.weights import default_device
@@ -19,7 +19,7 @@ FUSED_HEADS = (64, 80, 128)
 """Sizes of heads for which GPUs have attention that keeps the scores to itself."""
 
 
-class Encoder(nn.Module):  # type: ignore[misc]
+class EncoderModel(nn.Module):  # type: ignore[misc]
     """The architecture, its pooling or head, and the layers after it.
 
     Without a head a row becomes a vector, not yet normalised; with one, its logits.
@@ -31,7 +31,7 @@ class Encoder(nn.Module):  # type: ignore[misc]
     def __init__(
         self,
         body: Body,
-        head: Head | None,
+        head: ScoreHead | None,
         poolings: Sequence[Pooling],
         dense: list[DenseLayer],
         padding: int,
@@ -100,7 +100,7 @@ class Encoder(nn.Module):  # type: ignore[misc]
         ids, segments: int32 (rows, longest); a segment is 1 in the second text of a pair.
         lengths: int32 (rows,). made: gets each layer's result, not evaluated.
         """
-        batch = Batch(ids, segments, lengths)
+        batch = PaddedBatch(ids, segments, lengths)
         hidden = self.body(batch, [] if made is None else made)
         if "head" in self:
             logits: mx.array = self.head(hidden, batch)

@@ -15,9 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
-from mlx_manager.mlx_server.encoders.encoder import Encoder
-from mlx_manager.mlx_server.encoders.families import FAMILIES
-from mlx_manager.mlx_server.encoders.families.family import Config, Family, Head
+from mlx_manager.mlx_server.encoders.architectures import ARCHITECTURES
+from mlx_manager.mlx_server.encoders.architectures.architecture import (
+    Architecture,
+    Config,
+    ScoreHead,
+)
+from mlx_manager.mlx_server.encoders.encoder import EncoderModel
 from mlx_manager.mlx_server.encoders.pairs import Answers, PairPrompt, answers_of, prompt_of
 from mlx_manager.mlx_server.encoders.pooling import DenseLayer
 from mlx_manager.mlx_server.encoders.words import WordsHead, rows_of
@@ -76,7 +80,7 @@ class LoadedEncoder:
     id: str
     path: Path
     kind: Kind
-    model: Encoder
+    model: EncoderModel
     tokenizer: PreTrainedTokenizerBase
     config: Mapping[str, Any]
     sentence: Sentence
@@ -123,7 +127,7 @@ def load_encoder(
         pair = pair_wrapping(ready, single)
         check_wrapping(pair, model, source.id)
         doing("its weights are read")
-        if FAMILIES[folder.model_type].wide and activation_dtype(model) == mx.float16:
+        if ARCHITECTURES[folder.model_type].wide and activation_dtype(model) == mx.float16:
             model.update(tree_map(widened, model.parameters()))
         weights, nbytes = settle(model, source.id, limits, ledger, doing=doing)
         return LoadedEncoder(
@@ -208,15 +212,15 @@ def checked_encoder(source: ModelSource, recipe: Recipe) -> CheckedEncoder:
     assert source.path is not None, "it is downloaded before it is loaded"
     folder = ModelFolder.read(source.path)
     check_supported(folder, source.id)
-    family = FAMILIES[folder.model_type]
-    family.sizes(Config(folder.config, source.id))
+    architecture = ARCHITECTURES[folder.model_type]
+    architecture.sizes(Config(folder.config, source.id))
     folder.check()
     if recipe.adapter is not None:
         raise ModelNotSupported(f"{source.id} is an encoder; adapters are for text models.")
     kind = kind_of(folder)
     activation: Activation = "identity"
     if kind == "reranker" and not is_generative(folder):
-        if family.head is None:
+        if architecture.head is None:
             raise ModelNotSupported(
                 f"{source.id} is a {folder.model_type} reranker; of that architecture only "
                 "embedding models can be served."
@@ -239,35 +243,35 @@ def checked_encoder(source: ModelSource, recipe: Recipe) -> CheckedEncoder:
     return CheckedEncoder(folder, context, folder.nbytes, kind, sentence, activation)
 
 
-def build(checked: CheckedEncoder, answers: Answers | None, model_id: str) -> Encoder:
+def build(checked: CheckedEncoder, answers: Answers | None, model_id: str) -> EncoderModel:
     """Return the encoder with its weights, not evaluated.
 
     answers: the words of a generative reranker.
     """
     folder, sentence = checked.folder, checked.sentence
-    family, config = FAMILIES[folder.model_type], Config(folder.config, model_id)
-    head: Head | None = None
+    architecture, config = ARCHITECTURES[folder.model_type], Config(folder.config, model_id)
+    head: ScoreHead | None = None
     if answers is not None:
-        head = WordsHead(family.sizes(config).hidden, answers)
-    elif checked.kind == "reranker" and family.head is not None:
-        head = family.head(config, labels_of(folder.config))
+        head = WordsHead(architecture.sizes(config).hidden, answers)
+    elif checked.kind == "reranker" and architecture.head is not None:
+        head = architecture.head(config, labels_of(folder.config))
     dense = [
         DenseLayer(layer.inputs, layer.outputs, layer.bias, layer.activation)
         for layer in sentence.dense
     ]
     padding = folder.config.get("pad_token_id") or 0
-    model = Encoder(family.body(config), head, sentence.poolings, dense, padding)
+    model = EncoderModel(architecture.body(config), head, sentence.poolings, dense, padding)
     check_padding(model, model_id)
-    weights = weights_of(folder, sentence, family)
+    weights = weights_of(folder, sentence, architecture)
     if answers is not None:
         weights |= rows_of(weights, answers, folder.config)
     quantize(model, folder.config, weights)
-    fill(model, weights, family, model_id)
+    fill(model, weights, architecture, model_id)
     model.eval()
     return model
 
 
-def check_padding(model: Encoder, model_id: str) -> None:
+def check_padding(model: EncoderModel, model_id: str) -> None:
     """Check the padding's id: MLX reads out of bounds at an id beyond the embedding's rows.
 
     Raises:
@@ -280,7 +284,7 @@ def check_padding(model: Encoder, model_id: str) -> None:
         )
 
 
-def check_wrapping(wrapping: Wrapping, model: Encoder, model_id: str) -> None:
+def check_wrapping(wrapping: Wrapping, model: EncoderModel, model_id: str) -> None:
     """Check the tokens that the tokenizer puts around texts, as `check_padding` does.
 
     Raises:
@@ -313,7 +317,9 @@ def pair_wrapping(ready: PreparedEncoder, single: Wrapping) -> Wrapping:
     return Wrapping((), (), tuple(after), segments=False)
 
 
-def weights_of(folder: ModelFolder, sentence: Sentence, family: Family) -> dict[str, mx.array]:
+def weights_of(
+    folder: ModelFolder, sentence: Sentence, architecture: Architecture
+) -> dict[str, mx.array]:
     """Return a model's tensors by their names in the modules, less `body.` and `head.`.
 
     Raises:
@@ -321,7 +327,7 @@ def weights_of(folder: ModelFolder, sentence: Sentence, family: Family) -> dict[
     """
     weights: dict[str, mx.array] = {}
     for name, array in arrays_in(folder.weights).items():
-        if (plain := family.plain(name)) in weights:
+        if (plain := architecture.plain(name)) in weights:
             raise ModelLoadFailed(f"{folder.path} has the weights {plain} twice, once as {name}.")
         weights[plain] = array
     for index, layer in enumerate(sentence.dense):
@@ -336,11 +342,13 @@ def weights_of(folder: ModelFolder, sentence: Sentence, family: Family) -> dict[
 
 
 def place_of(path: str) -> str:
-    """Return the name of a tensor or module in a checkpoint, by its path in an `Encoder`."""
+    """Return the name of a tensor or module in a checkpoint, by its path in an `EncoderModel`."""
     return path.removeprefix("body.").removeprefix("head.")
 
 
-def quantize(model: Encoder, config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> None:
+def quantize(
+    model: EncoderModel, config: Mapping[str, Any], weights: Mapping[str, mx.array]
+) -> None:
     """Make the layers quantised that are stored so."""
     found = config.get("quantization")
     if found is None:
@@ -363,7 +371,9 @@ def quantize(model: Encoder, config: Mapping[str, Any], weights: Mapping[str, mx
     )
 
 
-def fill(model: Encoder, weights: Mapping[str, mx.array], family: Family, model_id: str) -> None:
+def fill(
+    model: EncoderModel, weights: Mapping[str, mx.array], architecture: Architecture, model_id: str
+) -> None:
     """Give every parameter its weight.
 
     Raises:
@@ -393,7 +403,7 @@ def fill(model: Encoder, weights: Mapping[str, mx.array], family: Family, model_
         name
         for name in weights.keys() - read
         if name.partition(".")[0] in heads
-        or not (name.startswith(family.unread) or is_computed(name))
+        or not (name.startswith(architecture.unread) or is_computed(name))
     )
     if spare:
         more = f" and {len(spare) - MOST_NAMED} more" if len(spare) > MOST_NAMED else ""

@@ -65,7 +65,7 @@ PADDED = 0.75
 _keys = count()
 
 
-class Model(Protocol):
+class BatchReader(Protocol):
     """Model that reads a batch. padding: the id that fills up short rows."""
 
     @property
@@ -95,7 +95,7 @@ class Model(Protocol):
         ...
 
 
-def kept_bytes(model: Model, longest: int) -> int:
+def kept_bytes(model: BatchReader, longest: int) -> int:
     """Return the bytes that a model of texts up to `longest` keeps for as long as it is loaded."""
     return model.working_bytes(1, min(longest, KEPT))
 
@@ -114,7 +114,7 @@ class EncoderStats:
 
 
 @dataclass(eq=False, slots=True)
-class Reading:
+class Request:
     """One caller's texts on their way. `future` gets their vectors, in order, all at once.
 
     `rows` (token ids) and `seconds` (for each, where its second text begins; None: it has none) go
@@ -146,7 +146,7 @@ class Row:
     length: int
     serial: int
     index: int = field(compare=False)
-    reading: Reading = field(compare=False)
+    reading: Request = field(compare=False)
 
     @property
     def owner(self) -> str:
@@ -158,7 +158,7 @@ class Row:
 
 
 @dataclass(eq=False, slots=True)
-class Pass:
+class BatchPass:
     """A batch on its way through the model. left: arrays that `vectors` are made from and that
     are not computed yet, in order. seconds: time that the pass has taken so far."""
 
@@ -182,7 +182,7 @@ class EncoderEngine:
     def __init__(
         self,
         name: str,
-        model: Model,
+        model: BatchReader,
         longest: int,
         limits: EngineLimits,
         *,
@@ -202,11 +202,11 @@ class EncoderEngine:
         self._max_waiting = limits.max_waiting
         self._ledger = ledger
         self._waiting: list[Row] = []
-        self._readings: list[Reading] = []
+        self._readings: list[Request] = []
         self._shares = Shares()
         self._batch: list[Row] = []
         self._by_layers = mx.default_device() == mx.cpu
-        self._pass: Pass | None = None
+        self._pass: BatchPass | None = None
         # Bytes granted for the pass beyond those kept.
         self._granted = 0
         self._serial = 0
@@ -224,7 +224,7 @@ class EncoderEngine:
             lengths = mx.ones(len(ids), mx.int32)
             mx.eval([self._model(read, mx.zeros_like(read), lengths)])
 
-    def submit(self, reading: Reading) -> None:
+    def submit(self, reading: Request) -> None:
         if (refusal := self._refusal(reading)) is not None:
             settle(reading, refusal)
             return
@@ -237,7 +237,7 @@ class EncoderEngine:
             self._queue(Row(len(ids), self._serial, index, reading))
             self._serial += 1
 
-    def _refusal(self, reading: Reading) -> Overloaded | None:
+    def _refusal(self, reading: Request) -> Overloaded | None:
         """Return an error if the request may not wait: there is no room, and its owner has its
         part."""
         waiting = [other for other in self._readings if not other.begun]
@@ -252,7 +252,7 @@ class EncoderEngine:
             retry_after=2,
         )
 
-    def cancel(self, reading: Reading) -> None:
+    def cancel(self, reading: Request) -> None:
         """Drop a request: texts of it that have not been read are not read any more."""
         if reading in self._readings:
             reading.given_up = True
@@ -322,7 +322,7 @@ class EncoderEngine:
 
     # -- a batch -------------------------------------------------------------------------------
 
-    def _begin(self) -> Pass | None:
+    def _begin(self) -> BatchPass | None:
         """Return the next batch's pass, put together; None if nothing can be read now."""
         if not self._waiting:
             return None
@@ -334,10 +334,10 @@ class EncoderEngine:
         longest = longest_of(self._batch)
         made: list[mx.array] = []
         vectors = self._put_together(self._batch, longest, made if self._by_layers else None)
-        self._pass = Pass(self._batch, longest, vectors, deque(made))
+        self._pass = BatchPass(self._batch, longest, vectors, deque(made))
         return self._pass
 
-    def _go_on(self, under_way: Pass, started: float) -> NDArray[np.float32] | None:
+    def _go_on(self, under_way: BatchPass, started: float) -> NDArray[np.float32] | None:
         """Compute the rest of the pass, or at least one part of it, but of a long pass no more than
         about `ALONE` seconds. Return its vectors once it is through, else None."""
         if self._is_short(under_way):
@@ -351,7 +351,7 @@ class EncoderEngine:
             before, longest = spent, max(longest, spent - before)
         return np.array(under_way.vectors.astype(mx.float32))[: len(under_way.rows)]
 
-    def _is_short(self, read: Pass) -> bool:
+    def _is_short(self, read: BatchPass) -> bool:
         """Return whether the whole pass is known to take `ALONE` seconds at most."""
         size = self._size(len(read.rows), read.longest)
         return self._cost.known and self._cost.of((size / TOKENS, 1.0)) <= ALONE
@@ -394,7 +394,7 @@ class EncoderEngine:
     def _first(self) -> Row:
         contested = self._shares.contested
 
-        def turn(reading: Reading) -> tuple[int, int, int, int]:
+        def turn(reading: Request) -> tuple[int, int, int, int]:
             served = self._shares.served(reading) if contested else 0
             return reading.priority, served, reading.came + reading.queued, reading.key
 
@@ -504,11 +504,11 @@ class EncoderEngine:
                 self._dismiss(reading)
                 settle(reading, reading.vectors)
 
-    def _dismiss(self, reading: Reading) -> None:
+    def _dismiss(self, reading: Request) -> None:
         self._readings.remove(reading)
         self._shares.leave(reading)
 
-    def _count(self, read: Pass) -> None:
+    def _count(self, read: BatchPass) -> None:
         tokens = sum(row.length for row in read.rows)
         size = self._size(len(read.rows), read.longest)
         self._batches += 1
@@ -523,7 +523,7 @@ def longest_of(batch: Iterable[Row]) -> int:
     return max(row.length for row in batch)
 
 
-def begin(reading: Reading) -> None:
+def begin(reading: Request) -> None:
     """Tell the caller that its turn has come, once, unless nobody waits any more."""
 
     def tell() -> None:
@@ -536,7 +536,7 @@ def begin(reading: Reading) -> None:
     reading.begun = True
 
 
-def settle(reading: Reading, outcome: Vectors | MLXManagerError) -> None:
+def settle(reading: Request, outcome: Vectors | MLXManagerError) -> None:
     """Tell the caller, unless nobody waits any more."""
     future = reading.future
     loop = future.get_loop()

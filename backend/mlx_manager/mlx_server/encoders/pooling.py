@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.encoders.batch import Batch
+from mlx_manager.mlx_server.encoders.batch import PaddedBatch
 from mlx_manager.mlx_server.models.checkpoint.sentence import DenseActivation, Pooling
 
 ACTIVATIONS: dict[DenseActivation, Callable[[mx.array], mx.array]] = {
@@ -25,13 +25,13 @@ ACTIVATIONS: dict[DenseActivation, Callable[[mx.array], mx.array]] = {
 }
 
 
-def pooled(hidden: mx.array, batch: Batch, poolings: Sequence[Pooling]) -> mx.array:
+def pooled(hidden: mx.array, batch: PaddedBatch, poolings: Sequence[Pooling]) -> mx.array:
     """Pool `hidden`, (rows, longest, dimensions), to float32 (rows, dimensions) by each of
     `poolings`, one beside the other."""
     return mx.concatenate([pooled_by(pooling, hidden, batch) for pooling in poolings], axis=1)
 
 
-def pooled_by(pooling: Pooling, hidden: mx.array, batch: Batch) -> mx.array:
+def pooled_by(pooling: Pooling, hidden: mx.array, batch: PaddedBatch) -> mx.array:
     shown, lengths = batch.shown[..., None], batch.lengths[:, None]
     match pooling:
         case "mean":

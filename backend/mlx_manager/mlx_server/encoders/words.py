@@ -7,14 +7,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.encoders.batch import Batch
-from mlx_manager.mlx_server.encoders.families.family import Head
+from mlx_manager.mlx_server.encoders.architectures.architecture import ScoreHead
+from mlx_manager.mlx_server.encoders.batch import PaddedBatch
 from mlx_manager.mlx_server.encoders.pairs import Answers
 
 OUTPUT, EMBEDDING, ANSWERS = "lm_head", "embed_tokens", "answers"
 
 
-class WordsHead(Head):
+class WordsHead(ScoreHead):
     """The rows of a language model's head for a yes and a no, on the last token.
 
     Its one logit is that of yes, less that of no: its sigmoid is the softmax over the two.
@@ -24,7 +24,7 @@ class WordsHead(Head):
         super().__init__()
         self.answers = mx.zeros((len(answers.ids), hidden))
 
-    def __call__(self, hidden: mx.array, batch: Batch) -> mx.array:
+    def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
         last = hidden[mx.arange(hidden.shape[0]), batch.lengths - 1].astype(mx.float32)
         logits = last @ self.answers.astype(mx.float32).T
         if len(self.answers) == 1:

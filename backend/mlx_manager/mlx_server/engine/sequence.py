@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.core import Event, FinishReason, TextDelta, TokenLogprob
-from mlx_manager.mlx_server.engine.images import PromptImages
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.prefix import ROOT, Node
+from mlx_manager.mlx_server.engine.prompt_images import PromptImages
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.speculation.proposers import Proposer

@@ -15,11 +15,11 @@ import mlx.core as mx
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Admitted, RowStatus, TokenLogprob
 from mlx_manager.mlx_server.engine.admission import AdmissionControl
-from mlx_manager.mlx_server.engine.images import Tower
 from mlx_manager.mlx_server.engine.memory.accounts import EngineMemory
 from mlx_manager.mlx_server.engine.memory.line import Line
 from mlx_manager.mlx_server.engine.outputs import Outputs
 from mlx_manager.mlx_server.engine.pictures.pictures import Pictures
+from mlx_manager.mlx_server.engine.prompt_images import Tower
 from mlx_manager.mlx_server.engine.scheduler.prefill_budget import PrefillBudget
 from mlx_manager.mlx_server.engine.scheduler.prefixes import PagePrefixes
 from mlx_manager.mlx_server.engine.scheduler.schedule import Schedule

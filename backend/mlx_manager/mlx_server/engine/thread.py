@@ -50,7 +50,7 @@ class Engine(Protocol):
         ...
 
 
-class Message(Protocol):
+class ThreadMessage(Protocol):
     def run(self) -> Exception | None:
         """Run the message; return its error if whoever waits has been told of it, else None."""
         ...
@@ -113,7 +113,7 @@ class MLXThread:
     """Thread that runs callables and the steps of one engine, one after the other."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._inbox: SimpleQueue[Message] = SimpleQueue()
+        self._inbox: SimpleQueue[ThreadMessage] = SimpleQueue()
         self._engine: Engine | None = None
         self._closing = False
         self._ended = False
@@ -165,7 +165,7 @@ class MLXThread:
         self._put(Question(function, answer))
         return await answer
 
-    def _put(self, message: Message) -> None:
+    def _put(self, message: ThreadMessage) -> None:
         self._inbox.put(message)
         if self._ended:
             # Whoever waits must know, and no message may keep what it speaks of in memory.
@@ -215,7 +215,7 @@ class MLXThread:
         for _ in range(max(self._inbox.qsize(), block)):
             self._run_message(self._inbox.get())
 
-    def _run_message(self, message: Message) -> None:
+    def _run_message(self, message: ThreadMessage) -> None:
         self._progress = self._clock()
         try:
             error = message.run()

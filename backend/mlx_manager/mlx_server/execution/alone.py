@@ -11,10 +11,10 @@ from mlx import nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_manager.mlx_server.errors import GenerationFailed
-from mlx_manager.mlx_server.execution.base import Plain
+from mlx_manager.mlx_server.execution.base import PlainForward
 from mlx_manager.mlx_server.execution.caches import bytes_of, filled, kept_in
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Prefixes, Snapshot
-from mlx_manager.mlx_server.execution.images import Insertion, Sight, angles_in, tokens_of
+from mlx_manager.mlx_server.execution.images import Insertion, VisionTraits, angles_in, tokens_of
 from mlx_manager.mlx_server.execution.module.shown import show
 
 
@@ -31,19 +31,19 @@ class Alone:
         self.insertion, self.angles = insertion, angles
 
 
-class AloneForward(Plain):
-    """Forward that runs each row by itself, over mlx-lm's own caches. sight: of a model that
+class AloneForward(PlainForward):
+    """Forward that runs each row by itself, over mlx-lm's own caches. vision: of a model that
     sees."""
 
     kind: ClassVar[str] = "alone"
     prefixes: Prefixes = "copy"
     attends_whole: bool = True
 
-    def __init__(self, model: nn.Module, sight: Sight | None = None) -> None:
+    def __init__(self, model: nn.Module, vision: VisionTraits | None = None) -> None:
         self._model = model
         self._pass = Alone()
-        if sight is not None:
-            show(model, sight, self._pass)
+        if vision is not None:
+            show(model, vision, self._pass)
         self._own: dict[int, list[Any]] = {}
         self.stores = []
         # Caches grow by `KVCache.step` tokens at a time. Windows, whose caches stop growing, are

@@ -11,7 +11,7 @@ from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.execution.forward import Prefixes, Snapshot
 
 
-class Plain:
+class PlainForward:
     """Defaults of the `Forward` protocol."""
 
     looks_ahead: bool = False
@@ -62,7 +62,7 @@ class Plain:
 ABREAST_ON_CPU = 48
 
 
-class OnPages(Plain):
+class OnPages(PlainForward):
     """Common part of forwards whose rows' state is on pages, all of it."""
 
     prefixes: Prefixes = "pages"

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
-from mlx_manager.mlx_server.execution.attention.paged import PagedLayer, Pass, Reading
+from mlx_manager.mlx_server.execution.attention.paged import KeyAccess, PagedLayer, Pass
 from mlx_manager.mlx_server.execution.forward import NotApplicable
 
 
@@ -65,7 +65,7 @@ def paged(
     shapes: Sequence[LayerShape | None],
     make_store: Callable[[LayerShape], LayerStore],
     current: Pass,
-    reading: Reading,
+    reading: KeyAccess,
 ) -> list[Any]:
     """Return `caches` with pages in place of keys and values."""
     remaining = iter(shapes)

@@ -59,7 +59,7 @@ class Features:
         return self.rows.nbytes + sum(level.nbytes for level in self.levels)
 
 
-class Sight(Protocol):
+class VisionTraits(Protocol):
     """Facts of a model that sees, as far as running it depends on them.
 
     mrope: None where positions have one axis. levels: the number of DeepStack's levels.

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_manager.mlx_server.devices.attention import Splits
+from mlx_manager.mlx_server.devices.attention.splits import Splits
 from mlx_manager.mlx_server.devices.cuda.mapped import send, together
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 

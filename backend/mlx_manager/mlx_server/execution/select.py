@@ -10,8 +10,8 @@ from typing import Protocol
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.devices import attention as gpu
-from mlx_manager.mlx_server.devices.attention import (
+from mlx_manager.mlx_server.devices.attention import kinds as attention
+from mlx_manager.mlx_server.devices.attention.kernel_set import (
     BuildKernels,
     BuildLatents,
     BuildWriter,
@@ -26,7 +26,7 @@ from mlx_manager.mlx_server.devices.cuda.mapped import carrier
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.engine.sampling import every_way
 from mlx_manager.mlx_server.execution.alone import AloneForward
-from mlx_manager.mlx_server.execution.attention.paged import Reading
+from mlx_manager.mlx_server.execution.attention.paged import KeyAccess
 from mlx_manager.mlx_server.execution.caches import shapes_of
 from mlx_manager.mlx_server.execution.compiled import WRONG, Compile
 from mlx_manager.mlx_server.execution.decoder.check import check
@@ -34,7 +34,7 @@ from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.forward import FusedForward
 from mlx_manager.mlx_server.execution.decoder.joined import join
 from mlx_manager.mlx_server.execution.forward import Forward, NotApplicable
-from mlx_manager.mlx_server.execution.images import Sight
+from mlx_manager.mlx_server.execution.images import VisionTraits
 from mlx_manager.mlx_server.execution.module.over_pages import GATHERING, OverPages
 from mlx_manager.mlx_server.execution.module.ragged import RaggedForward
 from mlx_manager.mlx_server.execution.module.separate import SeparateForward
@@ -46,7 +46,7 @@ from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 log = logging.getLogger(__name__)
 
 
-class Choice(Protocol):
+class ChooseForward(Protocol):
     """Function that chooses the way of running a model, in pages of so many tokens. doing: told
     what is begun. vision: of a model that sees."""
 
@@ -56,22 +56,22 @@ class Choice(Protocol):
         page_size: int,
         *,
         doing: Doing = unheard,
-        vision: Sight | None = None,
+        vision: VisionTraits | None = None,
     ) -> Forward: ...
 
 
 def choose(  # noqa: PLR0917
     model: nn.Module,
     page_size: int,
-    kernels: BuildKernels = gpu.build,
+    kernels: BuildKernels = attention.build,
     compile: Compile = mx.compile,
     deltas: BuildDelta = recurrent.build,
-    writers: BuildWriter = gpu.build_writer,
-    latents: BuildLatents = gpu.build_latents,
+    writers: BuildWriter = attention.build_writer,
+    latents: BuildLatents = attention.build_latents,
     shorts: BuildShort = short.build,
     *,
     doing: Doing = unheard,
-    vision: Sight | None = None,
+    vision: VisionTraits | None = None,
 ) -> Forward:
     """Return the first way of running `model` whose logits are those of its own forward pass.
 
@@ -115,24 +115,24 @@ def _first_right(  # noqa: PLR0917
     reference: Reference,
     compile: Compile,
     doing: Doing,
-    sight: Sight | None,
+    vision: VisionTraits | None,
 ) -> Forward:
     page_size = reference.page_size
     if mx.default_device() == mx.gpu:
         shapes = list(attention_shapes(model, page_size))
         for shape in counted(doing, "kernels for prompts are checked", shapes):
             built.chunks(shape)
-    over = partial(_over_pages, model, page_size, compile, sight=sight)
-    mrope = None if sight is None else sight.mrope
+    over = partial(_over_pages, model, page_size, compile, vision=vision)
+    mrope = None if vision is None else vision.mrope
     others: list[Callable[[], Forward]] = [
-        partial(over, Reading.PAGES, built),
-        partial(over, Reading.HANDED_ON, built),
+        partial(over, KeyAccess.PAGES, built),
+        partial(over, KeyAccess.HANDED_ON, built),
         lambda: join(model, page_size, mrope),
-        partial(over, Reading.PAGES, None),
-        partial(over, Reading.HANDED_ON, None),
+        partial(over, KeyAccess.PAGES, None),
+        partial(over, KeyAccess.HANDED_ON, None),
         *(
             partial(over, reading, kernels)
-            for reading in (Reading.GATHERED, Reading.GROUPED)
+            for reading in (KeyAccess.GATHERED, KeyAccess.GROUPED)
             for kernels in (built, None)
         ),
     ]
@@ -159,17 +159,17 @@ def _first_right(  # noqa: PLR0917
         name,
         "; ".join(dict.fromkeys(reasons)),
     )
-    return AloneForward(model, sight)
+    return AloneForward(model, vision)
 
 
 def _over_pages(
     model: nn.Module,
     page_size: int,
     compile: Compile,
-    reading: Reading,
+    reading: KeyAccess,
     kernels: KernelSet | None,
     *,
-    sight: Sight | None,
+    vision: VisionTraits | None,
 ) -> RaggedForward | SeparateForward:
     """Return the module over pages: all tokens in one pass if all that layers keep is on pages and
     attention reads it there, else rows and chunks apart.
@@ -179,10 +179,10 @@ def _over_pages(
     """
     if reading not in GATHERING:
         if None not in shapes_of(model):
-            return RaggedForward(model, page_size, reading, kernels, compile, sight=sight)
-        if reading is Reading.HANDED_ON:
+            return RaggedForward(model, page_size, reading, kernels, compile, vision=vision)
+        if reading is KeyAccess.HANDED_ON:
             raise NotApplicable("layers that keep another state hand nothing on")
-    return SeparateForward(model, page_size, reading, kernels, compile, sight=sight)
+    return SeparateForward(model, page_size, reading, kernels, compile, vision=vision)
 
 
 def _compared(make: Callable[[], Forward], reference: Reference) -> Forward:

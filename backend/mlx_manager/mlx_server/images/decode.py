@@ -59,7 +59,7 @@ _ORIENTATION = 0x0112
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class PictureSize:
     """Width and height of a sound picture in pixels, after EXIF's orientation."""
 
     width: int
@@ -114,7 +114,7 @@ def check_format(data: bytes, declared: str | None, param: str) -> str:
     return found
 
 
-def measured(data: bytes, kind: str, max_pixels: int, param: str) -> Size:
+def measured(data: bytes, kind: str, max_pixels: int, param: str) -> PictureSize:
     """Return the size of a picture after decoding it whole, of a GIF its first frame.
 
     kind: as `check_format` returns it. max_pixels: more are refused by the file's header, before
@@ -135,9 +135,9 @@ def measured(data: bytes, kind: str, max_pixels: int, param: str) -> Size:
             picture.load()
             _check_pixels(picture.size, max_pixels, param)
             if picture.getexif().get(_ORIENTATION, 1) == 1:
-                return Size(*picture.size)
+                return PictureSize(*picture.size)
             # A worker turns it, too.
-            return Size(*exif_transpose(picture).size)
+            return PictureSize(*exif_transpose(picture).size)
     except (DecompressionBombError, DecompressionBombWarning):
         raise _too_many_pixels("more", max_pixels, param) from None
     except _BROKEN as error:

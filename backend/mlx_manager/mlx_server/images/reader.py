@@ -10,9 +10,9 @@ from functools import partial
 
 from mlx_manager.mlx_server.config import ImageLimits
 from mlx_manager.mlx_server.core import Image
-from mlx_manager.mlx_server.images.decode import Size, check_format, measured
+from mlx_manager.mlx_server.images.decode import PictureSize, check_format, measured
 from mlx_manager.mlx_server.images.hosts import Hosts
-from mlx_manager.mlx_server.images.sources import Source, decoded
+from mlx_manager.mlx_server.images.sources import PictureSource, decoded
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 
 AT_ONCE = 2
@@ -34,11 +34,11 @@ class ImageReader:
         self._limits = limits
         self._hosts = hosts or Hosts(limits.hosts, limits.fetch_seconds)
         self._threads = DaemonThreads(AT_ONCE)
-        self._known: OrderedDict[str, Size] = OrderedDict()
-        self._under_way: dict[str, asyncio.Task[Size]] = {}
+        self._known: OrderedDict[str, PictureSize] = OrderedDict()
+        self._under_way: dict[str, asyncio.Task[PictureSize]] = {}
         self.decodings = 0
 
-    async def read(self, sources: Sequence[Source], key: str = "") -> list[Image]:
+    async def read(self, sources: Sequence[PictureSource], key: str = "") -> list[Image]:
         """Return the pictures, in the order of their sources.
 
         key: name of the caller; callers take turns.
@@ -55,7 +55,7 @@ class ImageReader:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
 
-    async def _read(self, source: Source, key: str) -> Image:
+    async def _read(self, source: PictureSource, key: str) -> Image:
         data, declared, digest = await self._bytes(source, key)
         kind = check_format(data, declared, source.param)
         size = self._known.get(digest)
@@ -65,14 +65,16 @@ class ImageReader:
             self._known.move_to_end(digest)
         return Image(data, digest, size.width, size.height, source.param)
 
-    async def _bytes(self, source: Source, key: str) -> tuple[bytes, str | None, str]:
+    async def _bytes(self, source: PictureSource, key: str) -> tuple[bytes, str | None, str]:
         """Return a picture's bytes, the media type that is declared, and the digest."""
         most, data = self._limits.max_bytes, None
         if source.remote:
             data = await self._hosts.fetch(source.text, most, source.param)
         return await self._threads.run(partial(_digested, source, data, most), key)
 
-    async def _measured(self, data: bytes, kind: str, digest: str, param: str, key: str) -> Size:
+    async def _measured(
+        self, data: bytes, kind: str, digest: str, param: str, key: str
+    ) -> PictureSize:
         """Return a picture's size. Requests that bring equal bytes meanwhile wait for one decoding;
         where it fails, each has its own, whose error names its own place."""
         if (other := self._under_way.get(digest)) is not None:
@@ -85,7 +87,9 @@ class ImageReader:
         # One of those who wait may be gone before the others.
         return await asyncio.shield(task)
 
-    async def _decode(self, data: bytes, kind: str, digest: str, param: str, key: str) -> Size:
+    async def _decode(
+        self, data: bytes, kind: str, digest: str, param: str, key: str
+    ) -> PictureSize:
         try:
             size = await self._threads.run(
                 partial(measured, data, kind, self._limits.max_pixels, param), key
@@ -99,7 +103,9 @@ class ImageReader:
         return size
 
 
-def _digested(source: Source, data: bytes | None, most: int) -> tuple[bytes, str | None, str]:
+def _digested(
+    source: PictureSource, data: bytes | None, most: int
+) -> tuple[bytes, str | None, str]:
     declared = None
     if data is None:
         data, declared = decoded(source, most)

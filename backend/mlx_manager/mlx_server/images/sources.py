@@ -24,7 +24,7 @@ SPACE = str.maketrans("", "", " \t\r\n")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PictureSource:
     """A picture as a request brings it.
 
     text: base64, a data URL, or the http(s) address where `remote`. media_type: as declared beside
@@ -37,7 +37,7 @@ class Source:
     remote: bool = False
 
 
-def url_source(url: str, param: str) -> Source:
+def url_source(url: str, param: str) -> PictureSource:
     """Return the source that a URL names.
 
     Raises:
@@ -45,9 +45,9 @@ def url_source(url: str, param: str) -> Source:
     """
     scheme = url[:16].partition(":")[0].lower()
     if scheme == "data":
-        return Source(url, param)
+        return PictureSource(url, param)
     if scheme in ("http", "https"):
-        return Source(url, param, remote=True)
+        return PictureSource(url, param, remote=True)
     raise UnsupportedParameter(
         f"`{param}` must be a data URL (data:image/png;base64,...), or an http(s) address of a "
         "host that the server's owner allows.",
@@ -55,14 +55,14 @@ def url_source(url: str, param: str) -> Source:
     )
 
 
-def base64_source(text: str, media_type: str | None, param: str) -> Source:
+def base64_source(text: str, media_type: str | None, param: str) -> PictureSource:
     """Return the source of base64. A data URL in its place is taken for what it says."""
     if text[:5].lower() == "data:":
-        return Source(text, param)
-    return Source(text, param, media_type)
+        return PictureSource(text, param)
+    return PictureSource(text, param, media_type)
 
 
-def decoded(source: Source, most: int) -> tuple[bytes, str | None]:
+def decoded(source: PictureSource, most: int) -> tuple[bytes, str | None]:
     """Return the bytes of a source that is not `remote`, and the media type that it declares.
 
     most: the most bytes that a picture may have. This runs on any thread.

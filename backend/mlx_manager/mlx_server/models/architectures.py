@@ -16,7 +16,7 @@ ENCODERS = frozenset(
         *("roberta", "xlm-roberta"),
     }
 )
-"""Encoders that are served; `encoders.families` has their modules."""
+"""Encoders that are served; `encoders.architectures` has their modules."""
 ALSO_GENERATE = frozenset({"gemma3_text", "qwen3"})
 """Those of them whose architecture generates text, too."""
 OTHER_ENCODERS = frozenset({"deberta-v2", "electra", "new", "nomic_bert"})

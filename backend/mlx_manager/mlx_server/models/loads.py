@@ -29,7 +29,7 @@ from mlx_manager.mlx_server.models.settings import Recipe
 from mlx_manager.mlx_server.models.status import Unloaded
 from mlx_manager.mlx_server.utils.pressure import Pressure, PressureGauge, out_of_reach
 from mlx_manager.mlx_server.utils.text import gigabytes, in_words
-from mlx_manager.mlx_server.workers.messages import Figures, Load, Look, Prepare
+from mlx_manager.mlx_server.workers.messages import Load, Look, Prepare, WorkerFigures
 from mlx_manager.mlx_server.workers.process import NO_LOG, LogSettings, Process, start_process
 from mlx_manager.mlx_server.workers.proxy import Proxy
 from mlx_manager.mlx_server.workers.worker import MemoryNews, Worker
@@ -400,7 +400,7 @@ class Loads:
         # A worker that does not answer keeps its last figures.
         with suppress(WorkerFailed, TimeoutError):
             async with asyncio.timeout(FIGURES_SECONDS):
-                found: Figures = await worker.ask(Look())
+                found: WorkerFigures = await worker.ask(Look())
                 worker.figures = found
 
     def figures(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ RECURRENT = frozenset({"linear_attention", "mamba", "recurrent", "conv", "ssm"})
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """Memory that a model would take of `limit` bytes. In bytes and tokens.
 
     weights: its weights' files. context_length: tokens of prompt and answer; None: not told.
@@ -57,15 +57,17 @@ def is_supported(model_type: str) -> bool:
     return model_type in ENCODERS or has_architecture(model_type)
 
 
-def plan_of(found: Repository, config: Mapping[str, Any], limit: int) -> Plan:
+def plan_of(found: Repository, config: Mapping[str, Any], limit: int) -> MemoryPlan:
     """Return what a repository with that config.json would take of `limit` bytes."""
     weights = sum(
         file.nbytes for name, file in found.files.items() if name.endswith(".safetensors")
     )
-    return Plan(weights, limit, context_length(config) if config else None, token_bytes(config))
+    return MemoryPlan(
+        weights, limit, context_length(config) if config else None, token_bytes(config)
+    )
 
 
-def plan_of_source(source: ModelSource, limit: int) -> Plan:
+def plan_of_source(source: ModelSource, limit: int) -> MemoryPlan:
     """Return what a model of the catalog would take, which the hub is asked for if it is not here.
     Blocks.
 
@@ -77,7 +79,9 @@ def plan_of_source(source: ModelSource, limit: int) -> Plan:
         return plan_of(found, hub.config_of(found), limit)
     config = read_json(source.path / "config.json")
     length = source.context_length or None
-    return Plan(source.nbytes, limit, length, token_bytes(config) if source.kind == "text" else 0)
+    return MemoryPlan(
+        source.nbytes, limit, length, token_bytes(config) if source.kind == "text" else 0
+    )
 
 
 def planned(repository: str, limit: int) -> dict[str, Any]:

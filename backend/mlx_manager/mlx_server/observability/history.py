@@ -11,7 +11,12 @@ from itertools import accumulate
 from typing import Any
 
 from mlx_manager.mlx_server.core import GenerationRequest, Started
-from mlx_manager.mlx_server.observability.prefixes import KeptPrompt, KeptPrompts, Part, parts_of
+from mlx_manager.mlx_server.observability.prefixes import (
+    KeptPrompt,
+    KeptPrompts,
+    PromptPart,
+    parts_of,
+)
 from mlx_manager.mlx_server.timeline import Timeline
 
 SECONDS = 10.0
@@ -103,7 +108,7 @@ class History:
 
         return end
 
-    def _count(self, call: Timeline, parts: Sequence[Part]) -> None:
+    def _count(self, call: Timeline, parts: Sequence[PromptPart]) -> None:
         """Keep a call that has ended. parts: of its first prompt; none of a call that generates
         nothing."""
         begun = [row for row in call.rows if row.started is not None]
@@ -131,7 +136,9 @@ class History:
             )
         )
 
-    def _missed(self, call: Timeline, parts: Sequence[Part], first: float, started: Started) -> str:
+    def _missed(
+        self, call: Timeline, parts: Sequence[PromptPart], first: float, started: Started
+    ) -> str:
         """Return why no more of a call's prompt was found, and keep the prompt for others."""
         if not parts:
             return ""

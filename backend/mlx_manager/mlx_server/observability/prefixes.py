@@ -28,7 +28,7 @@ tokens of the template that open an answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptPart:
     """A part of a prompt. place: its name, as in a request. offset: where a piece begins in its
     text. digest: of its content, only comparable in this process."""
 
@@ -45,12 +45,12 @@ class Part:
 class KeptPrompt:
     """A prompt that has been processed. since: when, in seconds since 1970. tokens: its length."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PromptPart, ...]
     since: float
     tokens: int
 
 
-def parts_of(prompt: Prompt) -> tuple[Part, ...]:
+def parts_of(prompt: Prompt) -> tuple[PromptPart, ...]:
     """Return the parts of a prompt in the order in which templates write them; at most
     `MOST_PARTS`."""
     found = []
@@ -61,35 +61,35 @@ def parts_of(prompt: Prompt) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def _parts(prompt: Prompt) -> Iterator[Part]:
+def _parts(prompt: Prompt) -> Iterator[PromptPart]:
     match prompt:
         case Conversation(messages, tools):
             for name, value in sorted(prompt.template_args.items()):
-                yield Part(f"template argument {name}", 0, hash(repr(value)))
+                yield PromptPart(f"template argument {name}", 0, hash(repr(value)))
             for number, tool in enumerate(tools):
-                yield Part(f"tools[{number}] ({tool.name})", 0, hash(repr(tool)))
+                yield PromptPart(f"tools[{number}] ({tool.name})", 0, hash(repr(tool)))
             for number, message in enumerate(messages):
                 place = f"messages[{number}]"
                 named = f"{place} ({message.role})"
                 for part in message.parts or ("",):
                     if isinstance(part, Image):
                         shown = f"{named}, image {part.digest[:SHOWN]}"
-                        yield Part(shown, 0, hash(part.digest))
+                        yield PromptPart(shown, 0, hash(part.digest))
                     else:
                         yield from _pieces(named, part)
                 for made, call in enumerate(message.tool_calls):
                     content = hash((call.name, call.arguments))
-                    yield Part(f"{place}.tool_calls[{made}] ({call.name})", 0, content)
+                    yield PromptPart(f"{place}.tool_calls[{made}] ({call.name})", 0, content)
         case Text(text):
             yield from _pieces("the text", text)
         case Tokens(ids):
             yield from _pieces("the tokens", tuple(ids))
 
 
-def _pieces(place: str, content: str | tuple[int, ...]) -> Iterator[Part]:
+def _pieces(place: str, content: str | tuple[int, ...]) -> Iterator[PromptPart]:
     size = max(PIECE, -(-len(content) // MOST_PIECES))
     for offset in range(0, max(1, len(content)), size):
-        yield Part(place, offset, hash(content[offset : offset + size]))
+        yield PromptPart(place, offset, hash(content[offset : offset + size]))
 
 
 class KeptPrompts:
@@ -105,7 +105,7 @@ class KeptPrompts:
             self._models.popitem(last=False)
 
     def reason(
-        self, model: str, parts: Sequence[Part], tokens: int, cached: int, admitted: float
+        self, model: str, parts: Sequence[PromptPart], tokens: int, cached: int, admitted: float
     ) -> str:
         """Return why only `cached` of a prompt's `tokens` were found; "" if no more could be.
 
@@ -125,13 +125,13 @@ class KeptPrompts:
         return _differs(alike.parts[same:], parts[same:])
 
 
-def common(one: Sequence[Part], other: Sequence[Part]) -> int:
+def common(one: Sequence[PromptPart], other: Sequence[PromptPart]) -> int:
     """Return the number of parts with which both begin."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _unlike(nearest: KeptPrompt | None, parts: Sequence[Part]) -> str:
+def _unlike(nearest: KeptPrompt | None, parts: Sequence[PromptPart]) -> str:
     if nearest is None:
         return "no prompt was kept before it"
     if nearest.parts and parts and nearest.parts[0].place == parts[0].place:
@@ -139,7 +139,7 @@ def _unlike(nearest: KeptPrompt | None, parts: Sequence[Part]) -> str:
     return "no prompt that was kept begins like it"
 
 
-def _differs(kept: Sequence[Part], parts: Sequence[Part]) -> str:
+def _differs(kept: Sequence[PromptPart], parts: Sequence[PromptPart]) -> str:
     """Return in words how two prompts go on that were alike so far. kept: is not empty."""
     if not parts:
         return f"it ends before {kept[0].shown} of the nearest one"

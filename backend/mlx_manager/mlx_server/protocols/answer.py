@@ -26,7 +26,7 @@ Times = Literal["never", "last", "always"]
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class AnswerHead:
     """Properties of an answer that are known before it begins.
 
     `rows`: number of choices; each prompt has `n` of them, side by side. `best`: number of choices
@@ -55,7 +55,7 @@ class Head:
         return "fp_" + sha256(f"{__version__} {self.model}".encode()).hexdigest()[:10]
 
 
-def timed(head: Head, timeline: Timeline, row: int, *, ended: bool) -> str:
+def timed(head: AnswerHead, timeline: Timeline, row: int, *, ended: bool) -> str:
     """Return what a chunk of a choice says of its times, before the chunk's end."""
     if head.times == "never" or (head.times == "last" and not ended):
         return ""
@@ -63,7 +63,7 @@ def timed(head: Head, timeline: Timeline, row: int, *, ended: bool) -> str:
     return "" if told is None else f',"timings":{sse.dump(told)}'
 
 
-def whole_times(head: Head, timeline: Timeline) -> dict[str, Any]:
+def whole_times(head: AnswerHead, timeline: Timeline) -> dict[str, Any]:
     """Return the `timings` of a whole answer, if they are asked for."""
     if head.times == "never":
         return {}
@@ -118,7 +118,7 @@ def counts_so_far(line: RowTimeline, finished: core.Finished | None) -> str:
     return f',"usage":{"null" if usage is None else usage.model_dump_json()}}}\n\n'
 
 
-def last_chunks(head: Head, opening: str, finished: Mapping[int, core.Finished]) -> bytes:
+def last_chunks(head: AnswerHead, opening: str, finished: Mapping[int, core.Finished]) -> bytes:
     """Return the bytes after a stream's last event: the token counts if asked for, then `[DONE]`.
 
     opening: beginning of a chunk, up to its choices.

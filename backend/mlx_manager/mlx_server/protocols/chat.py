@@ -35,7 +35,7 @@ from mlx_manager.mlx_server.errors import (
 )
 from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.answer import (
-    Head,
+    AnswerHead,
     counts_so_far,
     error_body,
     last_chunks,
@@ -89,13 +89,13 @@ from mlx_manager.mlx_server.timeline import Timeline
 
 def head(
     body: ChatCompletionRequest, model: str, reasoning_field: str = "reasoning_content"
-) -> Head:
+) -> AnswerHead:
     """
     Raises:
         InvalidParameter: `stream_options` without `stream`.
     """
     n = body.n or 1
-    return Head(
+    return AnswerHead(
         id=new_id("chatcmpl"),
         model=model,
         n=n,
@@ -109,7 +109,7 @@ def head(
     )
 
 
-def requests(body: ChatCompletionRequest, head: Head) -> list[GenerationRequest]:
+def requests(body: ChatCompletionRequest, head: AnswerHead) -> list[GenerationRequest]:
     """One request for each of the `n` answers; they share the prompt's pages.
 
     Raises:
@@ -405,7 +405,7 @@ class ChatStream:
     media_type = sse.MEDIA_TYPE
     keep_alive = sse.KEEP_ALIVE
 
-    def __init__(self, head: Head, timeline: Timeline) -> None:
+    def __init__(self, head: AnswerHead, timeline: Timeline) -> None:
         self.head = head
         self._timeline = timeline
         self._begun = 0
@@ -545,7 +545,7 @@ class _Choice:
 class ChatAnswer:
     """Collector of an answer's events into the body of a response."""
 
-    def __init__(self, head: Head, timeline: Timeline) -> None:
+    def __init__(self, head: AnswerHead, timeline: Timeline) -> None:
         self.head = head
         self._timeline = timeline
         self._choices = [_Choice() for _ in range(head.n)]

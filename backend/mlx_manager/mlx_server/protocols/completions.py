@@ -21,7 +21,7 @@ from mlx_manager.mlx_server.core import (
 from mlx_manager.mlx_server.errors import InvalidParameter, MLXManagerError, OutOfRange
 from mlx_manager.mlx_server.protocols import sse
 from mlx_manager.mlx_server.protocols.answer import (
-    Head,
+    AnswerHead,
     counts_so_far,
     error_body,
     last_chunks,
@@ -65,7 +65,7 @@ _REASONS: dict[FinishReason, FinishReason] = {
 # ---------------------------------------------------------------------------------------------
 
 
-def head(body: CompletionRequest, model: str) -> Head:
+def head(body: CompletionRequest, model: str) -> AnswerHead:
     """
     Raises:
         OutOfRange: too many prompts, or a `best_of` below `n`.
@@ -80,7 +80,7 @@ def head(body: CompletionRequest, model: str) -> Head:
             "possible.",
             param="prompt",
         )
-    return Head(
+    return AnswerHead(
         id=new_id("cmpl"),
         model=model,
         n=n,
@@ -112,7 +112,7 @@ def _best(body: CompletionRequest) -> int | None:
     return n
 
 
-def requests(body: CompletionRequest, head: Head) -> list[GenerationRequest]:
+def requests(body: CompletionRequest, head: AnswerHead) -> list[GenerationRequest]:
     """n requests for each prompt, side by side: choice p*n + i is the i-th answer to prompt p.
 
     Raises:
@@ -175,7 +175,7 @@ class CompletionStream:
     media_type = sse.MEDIA_TYPE
     keep_alive = sse.KEEP_ALIVE
 
-    def __init__(self, head: Head, timeline: Timeline) -> None:
+    def __init__(self, head: AnswerHead, timeline: Timeline) -> None:
         self.head = head
         self._timeline = timeline
         self._open = (
@@ -241,7 +241,7 @@ class CompletionStream:
 class CompletionAnswer:
     """Collector of an answer's events into the body of a response."""
 
-    def __init__(self, head: Head, timeline: Timeline) -> None:
+    def __init__(self, head: AnswerHead, timeline: Timeline) -> None:
         self.head = head
         self._timeline = timeline
         self._texts: list[list[str]] = [[] for _ in range(head.rows)]

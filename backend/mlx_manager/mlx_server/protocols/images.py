@@ -20,7 +20,7 @@ from mlx_manager.mlx_server.errors import (
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.images.decode import media_type_of
-from mlx_manager.mlx_server.images.sources import Source, base64_source, url_source
+from mlx_manager.mlx_server.images.sources import PictureSource, base64_source, url_source
 from mlx_manager.mlx_server.settings import ImagesAsText
 
 LINE = "(There is an image here. This model reads text only and can't see it.)"
@@ -194,14 +194,14 @@ def without_images(items: Sequence[dict[str, Any]], policy: ImagesAsText) -> lis
 # ---------------------------------------------------------------------------------------------
 
 
-def sources(found: Iterable[Place]) -> list[Source]:
+def sources(found: Iterable[Place]) -> list[PictureSource]:
     """Return the sources of pictures, each with its place in the request.
 
     Raises:
         InvalidParameter: a part that does not say where its picture is.
         UnsupportedParameter: a picture that is not here, such as another server's file.
     """
-    wanted: list[Source] = []
+    wanted: list[PictureSource] = []
     for place in found:
         wanted += _sources(place)
     return wanted
@@ -219,7 +219,7 @@ def put(found: Iterable[Place], images: Sequence[Image]) -> None:
             place.holder[place.key] = place.part | {name: next(rest)}
 
 
-def _sources(place: Place) -> Iterator[Source]:
+def _sources(place: Place) -> Iterator[PictureSource]:
     part, path = place.part, place.path
     if place.is_beside_a_text:
         for number, image in enumerate(part):

@@ -91,7 +91,7 @@ DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class OllamaHead:
     """Facts of an answer before it begins. `began` is read from `clock`, in seconds.
 
     model: the id that is leased. shown: the name that the client asked for.
@@ -140,7 +140,7 @@ def keep_alive(value: str | float | None) -> float | None:
     return math.inf if seconds < 0 else seconds
 
 
-def chat_request(body: OllamaChatRequest, head: Head) -> GenerationRequest:
+def chat_request(body: OllamaChatRequest, head: OllamaHead) -> GenerationRequest:
     """Return the request for the next message of a conversation.
 
     Raises:
@@ -163,7 +163,7 @@ def chat_request(body: OllamaChatRequest, head: Head) -> GenerationRequest:
     return _request(body, head, conversation)
 
 
-def generate_request(body: OllamaGenerateRequest, head: Head) -> GenerationRequest:
+def generate_request(body: OllamaGenerateRequest, head: OllamaHead) -> GenerationRequest:
     """Return the request for what follows a prompt.
 
     Raises:
@@ -192,7 +192,7 @@ def generate_request(body: OllamaGenerateRequest, head: Head) -> GenerationReque
     return _request(body, head, prompt)
 
 
-def _request(body: OllamaBody, head: Head, prompt: Prompt) -> GenerationRequest:
+def _request(body: OllamaBody, head: OllamaHead, prompt: Prompt) -> GenerationRequest:
     options = body.options or OllamaOptions()
     refuse_unsupported(options, UNSUPPORTED_OPTIONS, "options.")
     if options.num_predict == 0:
@@ -332,7 +332,7 @@ class _Lines:
     Calls are shown whole, as Ollama's clients expect them.
     """
 
-    def __init__(self, head: Head, timeline: Timeline, *, chat: bool) -> None:
+    def __init__(self, head: OllamaHead, timeline: Timeline, *, chat: bool) -> None:
         self._head = head
         self._timeline = timeline
         self._chat = chat
@@ -422,7 +422,7 @@ class OllamaStream:
 
     media_type = NDJSON
 
-    def __init__(self, head: Head, timeline: Timeline, *, chat: bool) -> None:
+    def __init__(self, head: OllamaHead, timeline: Timeline, *, chat: bool) -> None:
         self._lines = _Lines(head, timeline, chat=chat)
         self._last = b""
         self.keep_alive = _encoded(self._lines.line(_Pieces()))
@@ -451,7 +451,7 @@ class OllamaStream:
 class OllamaAnswer:
     """Collector of an answer's events into one object."""
 
-    def __init__(self, head: Head, timeline: Timeline, *, chat: bool) -> None:
+    def __init__(self, head: OllamaHead, timeline: Timeline, *, chat: bool) -> None:
         self._lines = _Lines(head, timeline, chat=chat)
         self._all = _Pieces()
         self._finished: Finished | None = None
@@ -480,7 +480,7 @@ def error_body(error: MLXManagerError) -> dict[str, Any]:
     return {"error": error.message}
 
 
-def lifecycle_body(head: Head, reason: str, *, chat: bool) -> dict[str, Any]:
+def lifecycle_body(head: OllamaHead, reason: str, *, chat: bool) -> dict[str, Any]:
     """Return the answer to a request that only loads ("load") or unloads ("unload") a model."""
     empty: dict[str, Any] = {"role": "assistant", "content": ""}
     shown = {"message": empty} if chat else {"response": ""}
@@ -494,7 +494,7 @@ def lifecycle_body(head: Head, reason: str, *, chat: bool) -> dict[str, Any]:
 
 
 def embed_request(
-    body: OllamaEmbedRequest | OllamaEmbeddingsRequest, head: Head
+    body: OllamaEmbedRequest | OllamaEmbeddingsRequest, head: OllamaHead
 ) -> EmbeddingRequest:
     """Return the request for vectors; texts that are too long are cut unless `truncate` is off."""
     match body:
@@ -507,7 +507,7 @@ def embed_request(
     return EmbeddingRequest(head.model, tuple(inputs), dimensions, truncate, request_id=head.id)
 
 
-def vectors(head: Head, encoded: Encoded) -> Iterator[str]:
+def vectors(head: OllamaHead, encoded: Encoded) -> Iterator[str]:
     """Yield the answer of `/api/embed`."""
     yield f'{{"model":{sse.quote(head.shown)},"embeddings":['
     for number, row in enumerate(encoded.rows):

@@ -545,7 +545,7 @@ async def rows(backend: Backend, requests: Sequence[GenerationRequest], push: Pu
         await asyncio.gather(*running, return_exceptions=True)
 
 
-class Writer(Protocol):
+class StreamWriter(Protocol):
     """Writer of progress as a stream of `media_type`; `protocols` has one for each shape of answer.
 
     `keep_alive` is sent whenever there has been nothing to write for a while.
@@ -563,7 +563,7 @@ class Writer(Protocol):
         ...
 
 
-class Answer(Protocol):
+class AnswerCollector(Protocol):
     """Collector of progress into a body; `protocols` has one for each shape of answer."""
 
     def add(self, progress: Progress) -> None:
@@ -579,7 +579,7 @@ class Answer(Protocol):
 
 
 async def collect(
-    work: Work, answer: Answer, begun: Callable[[Started], object] = id
+    work: Work, answer: AnswerCollector, begun: Callable[[Started], object] = id
 ) -> Iterator[str]:
     """Return the body of an answer that is not streamed, in pieces: the stream, collected.
 
@@ -674,12 +674,12 @@ async def generate_completion(
     return await _object(generation.run, completions.CompletionAnswer(head, generation.timeline))
 
 
-async def _object(work: Work, answer: Answer) -> dict[str, Any]:
+async def _object(work: Work, answer: AnswerCollector) -> dict[str, Any]:
     found: dict[str, Any] = json.loads("".join(await collect(work, answer)))
     return found
 
 
-async def _chunks(work: Work, writer: Writer) -> AsyncGenerator[dict[str, Any], None]:
+async def _chunks(work: Work, writer: StreamWriter) -> AsyncGenerator[dict[str, Any], None]:
     async with aclosing(steps(work)) as progress:
         async for step in progress:
             for chunk in sse.parse(writer.write(step)):

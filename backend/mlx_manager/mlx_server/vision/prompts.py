@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlx_manager.mlx_server import core
-from mlx_manager.mlx_server.engine.images import MRope, Picture, PromptImages
+from mlx_manager.mlx_server.engine.prompt_images import MRope, Picture, PromptImages
 from mlx_manager.mlx_server.errors import InvalidRequest
 from mlx_manager.mlx_server.vision.layout import Layout
 from mlx_manager.mlx_server.vision.towers.base import VisionTower

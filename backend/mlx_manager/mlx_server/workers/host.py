@@ -26,7 +26,6 @@ from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 from mlx_manager.mlx_server.workers.channel import Channel
 from mlx_manager.mlx_server.workers.messages import (
     Alive,
-    Answer,
     Ask,
     Begun,
     Beyond,
@@ -35,7 +34,6 @@ from mlx_manager.mlx_server.workers.messages import (
     Detokenize,
     DropPrefixes,
     Embed,
-    Figures,
     Generate,
     GiveBack,
     Granted,
@@ -46,7 +44,9 @@ from mlx_manager.mlx_server.workers.messages import (
     Question,
     Rank,
     Render,
+    Result,
     Tokenize,
+    WorkerFigures,
 )
 from mlx_manager.mlx_server.workers.rows import ServedRows, failure
 
@@ -136,7 +136,7 @@ class Host:
         try:
             result = await self._result(ask)
             if not isinstance(ask.question, Generate):
-                self._channel.send(Answer(ask.number, result))
+                self._channel.send(Result(ask.number, result))
         except MLXManagerError as error:
             self._fail(ask.number, error)
         except Exception as error:
@@ -173,10 +173,10 @@ class Host:
             Look: lambda _: self._figures(model),
         }
 
-    async def _figures(self, model: Model) -> Figures:
+    async def _figures(self, model: Model) -> WorkerFigures:
         backend = model.served
         stats = asdict(backend.stats())
-        return Figures(model.ledger.figures(), model.ledger.usage(), stats, backend.rows())
+        return WorkerFigures(model.ledger.figures(), model.ledger.usage(), stats, backend.rows())
 
     def _begun(self, number: int) -> None:
         self._channel.send(Begun(number))

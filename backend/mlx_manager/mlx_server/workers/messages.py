@@ -109,7 +109,7 @@ class DropPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Answer with `Figures`."""
+    """Answer with `WorkerFigures`."""
 
 
 Question = (
@@ -255,7 +255,7 @@ class News:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Result:
     """The answer to a question; that to `Generate` are its news."""
 
     number: int
@@ -271,7 +271,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class WorkerFigures:
     """A worker's figures. ledger, memory: bytes. engine: its statistics; None before the load.
     rows: those that have not ended."""
 

@@ -14,7 +14,7 @@ from typing import Any
 from mlx_manager.mlx_server.backends.embedding import EncoderBackend, prepare_encoder
 from mlx_manager.mlx_server.backends.text import TextBackend, prepare
 from mlx_manager.mlx_server.config import EngineLimits
-from mlx_manager.mlx_server.encoders.encoder import Encoder
+from mlx_manager.mlx_server.encoders.encoder import EncoderModel
 from mlx_manager.mlx_server.encoders.loading import (
     LoadedEncoder,
     PreparedEncoder,
@@ -239,7 +239,7 @@ def is_encoder(asked: Prepare) -> bool:
 
 def working_bytes(limits: EngineLimits, model: Any, context_length: int) -> int:
     """Return the bytes that a model's steps work on at least."""
-    if isinstance(model, Encoder):
+    if isinstance(model, EncoderModel):
         return kept_bytes(model, context_length)
     return least_working(limits, model)
 

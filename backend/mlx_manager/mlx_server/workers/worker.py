@@ -21,7 +21,6 @@ from mlx_manager.mlx_server.errors import MLXManagerError, WorkerFailed
 from mlx_manager.mlx_server.workers.channel import Channel
 from mlx_manager.mlx_server.workers.messages import (
     Alive,
-    Answer,
     Ask,
     Begun,
     Broken,
@@ -30,7 +29,6 @@ from mlx_manager.mlx_server.workers.messages import (
     Doing,
     Embed,
     Failed,
-    Figures,
     GaveBack,
     Generate,
     Hello,
@@ -38,8 +36,10 @@ from mlx_manager.mlx_server.workers.messages import (
     News,
     Question,
     Rank,
+    Result,
     RowNews,
     Using,
+    WorkerFigures,
 )
 from mlx_manager.mlx_server.workers.process import Process
 
@@ -89,7 +89,7 @@ class Worker:
         self.served = 0
         self.wanted = True
         self.over: Future[str] = Future()
-        self.figures = Figures()
+        self.figures = WorkerFigures()
         self.hello: Future[Hello] = Future()
         self._on_memory = on_memory
         self._on_end = on_end
@@ -198,7 +198,7 @@ class Worker:
             case News(rows):
                 self._silence = 0.0
                 self._deliver(rows)
-            case Answer(number, result):
+            case Result(number, result):
                 pending = self._asked.get(number)
                 self.served += pending is not None and pending.served
                 self._settle(number, lambda outcome: outcome.set_result(result))

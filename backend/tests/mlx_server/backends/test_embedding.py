@@ -46,7 +46,7 @@ from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import EmbeddingRequest, GenerationRequest, RerankRequest, Text
 from mlx_manager.mlx_server.encoders import encoder
 from mlx_manager.mlx_server.encoders import loop as encoder_engine
-from mlx_manager.mlx_server.encoders.encoder import Encoder
+from mlx_manager.mlx_server.encoders.encoder import EncoderModel
 from mlx_manager.mlx_server.encoders.loop import EncoderEngine
 from mlx_manager.mlx_server.engine.stream import events_of
 from mlx_manager.mlx_server.errors import (
@@ -335,11 +335,11 @@ async def test_a_text_gives_the_same_in_a_batch_that_is_filled_up(
 
     alone, shapes = await answered(), []
 
-    def filled_up(self: Encoder, rows: int, longest: int) -> tuple[int, int]:
+    def filled_up(self: EncoderModel, rows: int, longest: int) -> tuple[int, int]:
         shapes.append(encoder.next_shape(rows, longest))
         return shapes[-1]
 
-    monkeypatch.setattr(Encoder, "filled_up", filled_up)
+    monkeypatch.setattr(EncoderModel, "filled_up", filled_up)
     assert np.abs(await answered() - alone).max() < 1e-5
     assert (4, 64) in shapes
 

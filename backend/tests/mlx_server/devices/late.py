@@ -26,7 +26,9 @@ import pytest
 from devices.portable import Portable
 from mlx.utils import tree_flatten
 
-from mlx_manager.mlx_server.devices.attention import AttentionShape, KernelSet, Pools
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
+from mlx_manager.mlx_server.devices.attention.writer import Pools
 from mlx_manager.mlx_server.devices.metal.order import LaunchOrder
 from mlx_manager.mlx_server.engine.step.host_tokens import HostTokens
 

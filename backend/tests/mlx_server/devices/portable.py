@@ -8,16 +8,12 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_manager.mlx_server.devices.attention import (
-    AttentionShape,
-    ChunkPlan,
-    Expansion,
-    LatentShape,
-    Pools,
-    Rotary,
-    Splits,
-    Turning,
-)
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Rotary
+from mlx_manager.mlx_server.devices.attention.splits import Splits
+from mlx_manager.mlx_server.devices.attention.writer import Pools
+from mlx_manager.mlx_server.devices.cuda.attention.chunk_plan import ChunkPlan
+from mlx_manager.mlx_server.devices.cuda.mla.expansion import Expansion, TurnQueries
+from mlx_manager.mlx_server.devices.cuda.mla.shape import LatentShape
 
 
 class PortableWriter:
@@ -235,7 +231,7 @@ class PortableLatents:
         return mx.stack(rows, axis=1)
 
 
-def turning(of: LatentShape) -> Turning:
+def turning(of: LatentShape) -> TurnQueries:
     """By the definition."""
     width = of.expanded.head_dim
 

@@ -7,8 +7,8 @@ from itertools import chain, repeat
 import mlx.core as mx
 import pytest
 
-from mlx_manager.mlx_server.devices.attention import HEAD_DIMS
 from mlx_manager.mlx_server.devices.attention.check import check_writer
+from mlx_manager.mlx_server.devices.attention.kinds import HEAD_DIMS
 from mlx_manager.mlx_server.devices.attention.writer import Pools
 from mlx_manager.mlx_server.devices.checks import KINDS, KernelCheck, kernel_checks, reported
 from mlx_manager.mlx_server.devices.kernel import Unsupported

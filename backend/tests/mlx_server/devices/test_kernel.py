@@ -8,15 +8,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_manager.mlx_server.devices.kernel import Maybe, Name, Size, Struct, source
+from mlx_manager.mlx_server.devices.kernel import KernelName, OptionalArgument, Size, Struct, source
 from mlx_manager.mlx_server.devices.metal.launch import MetalSource
 
 TEXT = MetalSource(
     name="add",
     files=("#define ONE 1\n",),
     function="add",
-    constants=(mx.bfloat16, 3, True, Name("Kind", (mx.float32, False))),
-    arguments=("x", Size("x", 1, times=8, over=2), Maybe("bias"), 0.5, None, 2, "out"),
+    constants=(mx.bfloat16, 3, True, KernelName("Kind", (mx.float32, False))),
+    arguments=("x", Size("x", 1, times=8, over=2), OptionalArgument("bias"), 0.5, None, 2, "out"),
     inputs=("x",),
     outputs=("out",),
 )
@@ -32,8 +32,10 @@ def test_the_text_is_a_call_with_constants_and_arguments() -> None:
 
 
 def test_arguments_are_made_of_others() -> None:
-    link = Struct(Name("Link", (mx.float16,)), ("x", Struct(None, (1, Maybe("bias")))))
-    made = Struct(Name("fresh", (4,)), ("x",), called=True)
+    link = Struct(
+        KernelName("Link", (mx.float16,)), ("x", Struct(None, (1, OptionalArgument("bias"))))
+    )
+    made = Struct(KernelName("fresh", (4,)), ("x",), called=True)
     text = replace(TEXT, constants=(), arguments=(link, made, "out"))
     assert text.body == (
         "kernels::add(kernels::Link<float16_t>{x, {1, nullptr}}, kernels::fresh<4>(x), out);"
@@ -43,10 +45,10 @@ def test_arguments_are_made_of_others() -> None:
 def test_a_function_may_belong_to_a_class_and_have_memory_that_threads_share() -> None:
     text = replace(
         TEXT,
-        within=Name("Adder", (4,)),
+        within=KernelName("Adder", (4,)),
         constants=(),
         arguments=("scratch", "newest"),
-        scratch=Name("Scratch", (2,)),
+        scratch=KernelName("Scratch", (2,)),
         newest=(mx.float16, 8),
     )
     assert text.body == (

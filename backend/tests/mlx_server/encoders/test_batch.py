@@ -7,14 +7,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_manager.mlx_server.encoders.batch import CAUSAL, Batch
+from mlx_manager.mlx_server.encoders.batch import CAUSAL, PaddedBatch
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 
 
-def batch_of(lengths: list[int]) -> Batch:
+def batch_of(lengths: list[int]) -> PaddedBatch:
     ids = mx.zeros((len(lengths), max(lengths)), mx.int32)
-    return Batch(ids, mx.zeros_like(ids), mx.array(lengths, mx.int32))
+    return PaddedBatch(ids, mx.zeros_like(ids), mx.array(lengths, mx.int32))
 
 
 @given(LENGTHS)

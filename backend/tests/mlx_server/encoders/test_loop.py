@@ -21,7 +21,7 @@ from mlx_manager.mlx_server.encoders.loop import (
     KEPT,
     MOST,
     EncoderEngine,
-    Reading,
+    Request,
 )
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory, Overloaded
 from mlx_manager.mlx_server.utils.memory import Ledger, Relief
@@ -91,13 +91,13 @@ def engine_of(
 
 def reading_of(
     *lengths: int, tell: Callable[[], None] = lambda: None, owner: str = "", priority: int = 0
-) -> Reading:
+) -> Request:
     rows = [[1] * length for length in lengths]
     future = asyncio.get_running_loop().create_future()
-    return Reading(rows, [None] * len(rows), future, tell, owner, priority)
+    return Request(rows, [None] * len(rows), future, tell, owner, priority)
 
 
-async def answer(engine: EncoderEngine, reading: Reading) -> list[list[float]]:
+async def answer(engine: EncoderEngine, reading: Request) -> list[list[float]]:
     while engine.has_work():
         engine.step()
     async with asyncio.timeout(10):
@@ -402,7 +402,7 @@ def step_until(engine: EncoderEngine, done: Callable[[], bool], most: int = 1000
     return after.tokens + after.padding - before.tokens - before.padding
 
 
-def is_read(reading: Reading) -> bool:
+def is_read(reading: Request) -> bool:
     return reading.left == 0
 
 
@@ -519,7 +519,7 @@ class Asked:
     priority: int
     lengths: list[int]
     gone: int | None
-    reading: Reading | None = field(default=None, compare=False)
+    reading: Request | None = field(default=None, compare=False)
 
 
 asked = st.builds(
@@ -551,7 +551,7 @@ def test_whoever_comes_and_goes_all_are_read_and_get_their_own_vectors_in_order(
                     if one.at == number:
                         rows = texts_of(one, serial)
                         future = asyncio.get_running_loop().create_future()
-                        one.reading = Reading(
+                        one.reading = Request(
                             rows, [None] * len(rows), future, bool, one.owner, one.priority
                         )
                         engine.submit(one.reading)
@@ -581,7 +581,7 @@ def test_keys_that_want_as_much_as_they_can_get_are_served_alike(lengths: list[l
         with pytest.MonkeyPatch.context() as monkeypatch:
             engine = crowded(monkeypatch, max_waiting=10_000)
             tokens = [0 for _ in lengths]
-            asked: list[list[Reading]] = [[] for _ in lengths]
+            asked: list[list[Request]] = [[] for _ in lengths]
             for _ in range(40):
                 for owner, texts in enumerate(lengths):
                     # There is always enough for a batch.

@@ -15,7 +15,7 @@ from seeing import Scene, SeeingFamily, random_features
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Image, Sampling
-from mlx_manager.mlx_server.engine.images import Features, Picture, PromptImages
+from mlx_manager.mlx_server.engine.prompt_images import Features, Picture, PromptImages
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.text_engine import TextEngine

@@ -13,7 +13,7 @@ from tiny_vision import SEEING, loaded_from, make_seeing_model, picture
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Conversation, Message, Sampling
-from mlx_manager.mlx_server.engine.images import PromptImages
+from mlx_manager.mlx_server.engine.prompt_images import PromptImages
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.text_engine import TextEngine

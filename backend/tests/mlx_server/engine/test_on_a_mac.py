@@ -15,11 +15,11 @@ from engine.rig import HandRig, Row, alone, prompt
 from mlx import nn
 
 from mlx_manager.mlx_server.devices import table as devices
-from mlx_manager.mlx_server.devices.attention import KernelSet
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.engine.step.host_tokens import HostTokens
 from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory
 from mlx_manager.mlx_server.execution.alone import AloneForward
-from mlx_manager.mlx_server.execution.attention.paged import Reading
+from mlx_manager.mlx_server.execution.attention.paged import KeyAccess
 from mlx_manager.mlx_server.execution.decoder import forward as forwards
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward
 from mlx_manager.mlx_server.execution.module.ragged import RaggedForward
@@ -83,11 +83,11 @@ async def fails(row: Row) -> bool:
 
 
 def ragged(model: nn.Module, size: int) -> Forward:
-    return RaggedForward(model, size, Reading.PAGES, kernels(), plainly)
+    return RaggedForward(model, size, KeyAccess.PAGES, kernels(), plainly)
 
 
 def separate(model: nn.Module, size: int) -> Forward:
-    return SeparateForward(model, size, Reading.GATHERED, kernels(), plainly)
+    return SeparateForward(model, size, KeyAccess.GATHERED, kernels(), plainly)
 
 
 def by_itself(model: nn.Module, size: int) -> Forward:

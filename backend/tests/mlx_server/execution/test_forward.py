@@ -21,13 +21,13 @@ from tiny_models import FAMILIES, make_tiny_model, random_model
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.devices import table as devices
-from mlx_manager.mlx_server.devices.attention import KernelSet
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.devices.cpu.blocked import BlockedLinear
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize, chunk_of
 from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.execution.alone import AloneForward
-from mlx_manager.mlx_server.execution.attention.paged import Reading, Span
+from mlx_manager.mlx_server.execution.attention.paged import KeyAccess, Span
 from mlx_manager.mlx_server.execution.forward import Chunk
 from mlx_manager.mlx_server.execution.module.ragged import RaggedForward
 from mlx_manager.mlx_server.execution.module.separate import SeparateForward
@@ -318,7 +318,7 @@ def test_several_prompts_of_one_step_give_on_a_gpu_what_each_gives_by_itself() -
     tables = [PageTable(list(range(row, pages * 8, 8))) for row in range(8)]
 
     def logits(at_once: int) -> mx.array:
-        forward = SeparateForward(model, 32, Reading.PAGES, KernelSet())
+        forward = SeparateForward(model, 32, KeyAccess.PAGES, KernelSet())
         for store in forward.stores:
             store.resize(pages * 8)
         rows = []
@@ -361,7 +361,7 @@ def test_scores_that_a_mac_holds_are_in_the_ledger(
     dim: int, held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make("llama", {"head_dim": dim})
-    forward = RaggedForward(model, PAGE, Reading.PAGES)
+    forward = RaggedForward(model, PAGE, KeyAccess.PAGES)
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     on_cuda = working_bytes(model, forward, 10, 7)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)

@@ -19,7 +19,7 @@ from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.errors import GenerationFailed
 from mlx_manager.mlx_server.execution.alone import AloneForward
-from mlx_manager.mlx_server.execution.attention.paged import Reading, Span
+from mlx_manager.mlx_server.execution.attention.paged import KeyAccess, Span
 from mlx_manager.mlx_server.execution.decoder.forward import FusedForward
 from mlx_manager.mlx_server.execution.decoder.joined import JoinedForward, join
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward
@@ -39,9 +39,9 @@ def not_fused(*_: object) -> Unsupported:
 
 WAYS: dict[str, Make] = {
     "joined": lambda model, of: join(model, PAGE, of.mrope),
-    "ragged": lambda model, of: RaggedForward(model, PAGE, Reading.PAGES, sight=of),
-    "separate": lambda model, of: SeparateForward(model, PAGE, Reading.PAGES, sight=of),
-    "gathered": lambda model, of: SeparateForward(model, PAGE, Reading.GATHERED, sight=of),
+    "ragged": lambda model, of: RaggedForward(model, PAGE, KeyAccess.PAGES, vision=of),
+    "separate": lambda model, of: SeparateForward(model, PAGE, KeyAccess.PAGES, vision=of),
+    "gathered": lambda model, of: SeparateForward(model, PAGE, KeyAccess.GATHERED, vision=of),
     "alone": AloneForward,
     "fused": lambda model, of: choose(model, PAGE, Portable, plainly, vision=of),
     "chosen": lambda model, of: choose(model, PAGE, vision=of),

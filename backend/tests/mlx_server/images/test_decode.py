@@ -17,7 +17,7 @@ from mlx_manager.mlx_server.errors import (
     UnsupportedParameter,
 )
 from mlx_manager.mlx_server.images.decode import (
-    Size,
+    PictureSize,
     check_format,
     format_of,
     measured,
@@ -29,7 +29,7 @@ PLACE = "messages[0].content[1].image_url.url"
 MANY = 10**6
 
 
-def size_of(data: bytes, most: int = MANY) -> Size:
+def size_of(data: bytes, most: int = MANY) -> PictureSize:
     return measured(data, check_format(data, None, PLACE), most, PLACE)
 
 
@@ -38,7 +38,7 @@ def test_each_allowed_format_is_told_and_measured(kind: str):
     data = picture(KINDS[kind], (12, 8))
     assert check_format(data, f"image/{kind.lower()}", PLACE) == kind
     assert media_type_of(data) == f"image/{kind.lower()}"
-    assert size_of(data) == Size(12, 8)
+    assert size_of(data) == PictureSize(12, 8)
 
 
 @pytest.mark.parametrize("declared", ["image/jpg", "IMAGE/JPEG", " image/jpeg "])
@@ -50,7 +50,7 @@ def test_names_of_one_media_type_are_one(declared: str):
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_turns_the_size(kind: str, orientation: int):
     data = picture(KINDS[kind], (12, 8), orientation=orientation)
-    assert size_of(data) == (Size(8, 12) if orientation >= 5 else Size(12, 8))
+    assert size_of(data) == (PictureSize(8, 12) if orientation >= 5 else PictureSize(12, 8))
 
 
 def test_of_an_animation_the_first_frame_counts():
@@ -58,7 +58,7 @@ def test_of_an_animation_the_first_frame_counts():
     for kind in ("GIF", "WEBP", "PNG"):
         out = BytesIO()
         frames[0].save(out, kind, save_all=True, append_images=frames[1:])
-        assert size_of(out.getvalue()) == Size(9, 5)
+        assert size_of(out.getvalue()) == PictureSize(9, 5)
 
 
 OTHERS = {

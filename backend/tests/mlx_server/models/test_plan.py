@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_manager.mlx_server.models.hub import HubFile, Repository
-from mlx_manager.mlx_server.models.plan import Plan, plan_of, token_bytes
+from mlx_manager.mlx_server.models.plan import MemoryPlan, plan_of, token_bytes
 
 LLAMA = {
     **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -44,6 +44,6 @@ def test_what_fits_beside_the_weights() -> None:
 
 
 def test_what_does_not_fit_has_no_room_for_tokens() -> None:
-    plan = Plan(1000, 900, 4096, 10)
+    plan = MemoryPlan(1000, 900, 4096, 10)
     assert (plan.fits, plan.tokens, plan.rows_at_context) == (False, 0, 0)
-    assert Plan(1000, 2000, 4096, None).rows_at_context is None
+    assert MemoryPlan(1000, 2000, 4096, None).rows_at_context is None

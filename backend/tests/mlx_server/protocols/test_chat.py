@@ -30,12 +30,12 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.protocols import chat, sse
-from mlx_manager.mlx_server.protocols.answer import Head
+from mlx_manager.mlx_server.protocols.answer import AnswerHead
 from mlx_manager.mlx_server.protocols.chat import ChatAnswer, ChatStream
 from mlx_manager.mlx_server.schemas.openai import ChatCompletionChunk, ChatCompletionRequest
 
 DEMO = "mlx-manager/demo"
-HEAD = Head(id="chatcmpl-1", model=DEMO, created=5)
+HEAD = AnswerHead(id="chatcmpl-1", model=DEMO, created=5)
 USAGE = Usage(
     prompt_tokens=7,
     completion_tokens=3,
@@ -184,7 +184,7 @@ def test_the_last_message_is_left_open_only_when_asked():
 # Events → chunks, events → body
 
 
-def stream(steps: list[list[Event]], head: Head = HEAD) -> list[dict[str, Any]]:
+def stream(steps: list[list[Event]], head: AnswerHead = HEAD) -> list[dict[str, Any]]:
     writer = ChatStream(head, timeline(head.rows))
     data = b"".join(writer.write([(0, events)]) for events in steps) + writer.end()
     assert data.endswith(b"data: [DONE]\n\n")
@@ -195,7 +195,7 @@ def stream(steps: list[list[Event]], head: Head = HEAD) -> list[dict[str, Any]]:
     return chunks
 
 
-def collected(steps: list[list[Event]], head: Head = HEAD) -> dict[str, Any]:
+def collected(steps: list[list[Event]], head: AnswerHead = HEAD) -> dict[str, Any]:
     answer = ChatAnswer(head, timeline(head.rows))
     for events in steps:
         answer.add([(0, events)])
@@ -226,7 +226,7 @@ def test_the_first_chunk_has_the_role_and_the_last_the_finish_reason():
 
 @given(st.permutations(range(4)))
 def test_choices_begin_in_order_whichever_is_the_first_to_have_a_token(order: list[int]):
-    writer = ChatStream(Head(id="c", model=DEMO, n=4, rows=4), timeline(4))
+    writer = ChatStream(AnswerHead(id="c", model=DEMO, n=4, rows=4), timeline(4))
     steps: list[list[Event]] = [[Started(7)], [TextDelta("I am ")], [TextDelta("row ")]]
     data = b"".join(writer.write([(row, events)]) for row in order for events in steps)
     for row in reversed(order):
@@ -240,7 +240,7 @@ def test_choices_begin_in_order_whichever_is_the_first_to_have_a_token(order: li
 
 
 def test_usage_comes_last_without_choices_and_is_null_before():
-    head = Head(id="c", model="m", include_usage=True)
+    head = AnswerHead(id="c", model="m", include_usage=True)
     *chunks, last = stream([[Started(7)], [TextDelta("x"), Finished("length", USAGE)]], head)
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
@@ -333,7 +333,7 @@ def test_an_answer_without_any_text_is_an_empty_string():
 
 
 def test_several_answers_count_their_prompt_once():
-    answer = ChatAnswer(Head(id="c", model="m", n=2, rows=2), timeline(2))
+    answer = ChatAnswer(AnswerHead(id="c", model="m", n=2, rows=2), timeline(2))
     for row in (1, 0):
         answer.add([(row, [Started(7), TextDelta(f"row {row}"), Finished("stop", USAGE)])])
     body = json.loads("".join(answer.body()))
@@ -345,7 +345,7 @@ def test_several_answers_count_their_prompt_once():
 
 
 def test_thinking_may_go_by_its_other_name():
-    head = Head(id="c", model=DEMO, created=5, reasoning_field="reasoning")
+    head = AnswerHead(id="c", model=DEMO, created=5, reasoning_field="reasoning")
     step = [(0, [Started(1), ReasoningDelta("Hm."), TextDelta("Yes"), Finished("stop", USAGE)])]
     answer = ChatAnswer(head, timeline(head.rows))
     answer.add(step)
@@ -360,7 +360,7 @@ def test_thinking_may_go_by_its_other_name():
 
 
 def test_scores_of_text_are_written_as_openai_does():
-    head = Head(id="c", model=DEMO, created=5, logprobs=1)
+    head = AnswerHead(id="c", model=DEMO, created=5, logprobs=1)
     token = TokenLogprob(1, b"a", -0.5, ((1, b"a", -0.5),))
     step = [(0, [Started(1), TextDelta("a", (token,)), Finished("stop", USAGE)])]
     entry = {"token": "a", "logprob": -0.5, "bytes": [97]}

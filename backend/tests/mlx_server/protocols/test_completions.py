@@ -21,7 +21,7 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.errors import InvalidParameter
 from mlx_manager.mlx_server.protocols import completions, sse
-from mlx_manager.mlx_server.protocols.answer import Head
+from mlx_manager.mlx_server.protocols.answer import AnswerHead
 from mlx_manager.mlx_server.protocols.completions import (
     MAX_ROWS,
     CompletionAnswer,
@@ -72,7 +72,7 @@ def test_a_flood_of_rows_is_refused():
         ask(["a"] * (MAX_ROWS // 2 + 1), n=2)
 
 
-HEAD = Head(id="cmpl-1", model="m", n=2, rows=4, include_usage=True)
+HEAD = AnswerHead(id="cmpl-1", model="m", n=2, rows=4, include_usage=True)
 STEPS: list[Progress] = [
     [(0, [Started(3)]), (1, [Started(3, 3)]), (2, [Started(5)])],
     [(0, [TextDelta("a")]), (2, [TextDelta("c")]), (3, [Started(5, 5)])],
@@ -201,7 +201,7 @@ def test_best_of_must_make_sense():
 
 @pytest.mark.parametrize("least", [-20000.0, -math.inf, math.nan])
 def test_scores_are_written_as_openai_does(least: float):
-    head = Head(id="cmpl-1", model="m", logprobs=1)
+    head = AnswerHead(id="cmpl-1", model="m", logprobs=1)
     first = TokenLogprob(1, b"a", None)
     second = TokenLogprob(2, "é".encode()[:1], least, ((3, b"b", -0.5),))
     third = TokenLogprob(4, "é".encode()[1:], -0.25, ((4, "é".encode()[1:], -0.25),))
@@ -231,7 +231,7 @@ def test_scores_are_written_as_openai_does(least: float):
 
 
 def test_token_ids_are_given_when_asked_for():
-    head = Head(id="cmpl-1", model="m", return_ids=True)
+    head = AnswerHead(id="cmpl-1", model="m", return_ids=True)
     answer, stream = (
         CompletionAnswer(head, timeline(head.rows)),
         CompletionStream(head, timeline(head.rows)),

@@ -22,10 +22,10 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.errors import InvalidParameter, UnsupportedParameter
 from mlx_manager.mlx_server.protocols import ollama
-from mlx_manager.mlx_server.protocols.ollama import Head, OllamaAnswer, OllamaStream
+from mlx_manager.mlx_server.protocols.ollama import OllamaAnswer, OllamaHead, OllamaStream
 from mlx_manager.mlx_server.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest
 
-HEAD = Head(model="m", shown="m:latest")
+HEAD = OllamaHead(model="m", shown="m:latest")
 USAGE = Usage(7, 3, cached_tokens=2)
 
 

@@ -16,7 +16,7 @@ from mlx_vlm.utils import load_model
 from tiny_vision import PLENTY, SEEING, loaded_from, make_seeing_model, picture, seen
 
 from mlx_manager.mlx_server.config import PoolLimits
-from mlx_manager.mlx_server.engine.images import Features
+from mlx_manager.mlx_server.engine.prompt_images import Features
 from mlx_manager.mlx_server.models.catalog import described
 from mlx_manager.mlx_server.models.loading.load import LoadedModel, load
 from mlx_manager.mlx_server.utils.memory import Ledger

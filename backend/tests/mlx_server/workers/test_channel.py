@@ -181,8 +181,8 @@ def example(kind: type) -> object:
             return messages.LeavesRoom(REQUEST)
         case messages.News:
             return messages.News([(1, 2, "text"), (2, 3, EVENTS)])
-        case messages.Figures:
-            return messages.Figures(
+        case messages.WorkerFigures:
+            return messages.WorkerFigures(
                 {"limit": 1}, {"active": 1}, {"steps": 1}, [RowStatus("r", 1, 2)]
             )
     names = inspect.signature(kind).parameters

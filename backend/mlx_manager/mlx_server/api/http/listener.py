@@ -240,7 +240,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
-        cycle.scope["state"]["chunks"] = Chunks(cycle)
+        cycle.scope["state"]["chunks"] = TransportChunks(cycle)
         super()._start_asgi_task(cycle, forgetting(app))
 
     def _hang_up(self) -> None:
@@ -292,7 +292,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             self._stall = None
 
 
-class Chunks:
+class TransportChunks:
     """Pieces of an answer of unknown length that go to the transport as they come; for `api.sse`.
 
     To send one as an ASGI message takes several times as long as it takes the transport.

@@ -103,7 +103,7 @@ class Session:
     async def _shake_hands(self) -> bool:
         """Accept the connection if a GET by these headers would be."""
         await self._receive()
-        answer = Answer()
+        answer = SocketAnswer()
         scope = self._request("GET", self._scope["headers"])
         scope["state"]["websocket"] = True
         await self._app(scope, NoBody(self._gone), answer.send)
@@ -188,7 +188,7 @@ class Session:
         ]
         scope = self._request("POST", headers)
         scope["state"]["latest"] = self._latest
-        answer = Answer(self)
+        answer = SocketAnswer(self)
         await self._app(scope, NoBody(self._gone, body), answer.send)
         if answer.status != HTTPStatus.OK:
             told = {
@@ -234,7 +234,7 @@ class NoBody:
         return {"type": "http.disconnect"}
 
 
-class Answer:
+class SocketAnswer:
     """Answer of the application: sent to `session` at once if the answer is a stream, or kept."""
 
     def __init__(self, session: Session | None = None) -> None:

@@ -28,7 +28,7 @@ TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class AttentionFeatures:
     """Features of a model's attention beyond the plain softmax."""
 
     window: int | None = None
@@ -37,7 +37,7 @@ class Features:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class AttentionProblem:
     """Random queries over random pages; values are exact in the shape's dtype.
 
     q: (queries, q_heads, head_dim). k_pool, v_pool: (kv_heads, slots, head_dim), NaN wherever no
@@ -45,7 +45,7 @@ class Problem:
     """
 
     shape: AttentionShape
-    features: Features
+    features: AttentionFeatures
     scale: float
     q: Floats
     k_pool: Floats
@@ -85,12 +85,12 @@ class Problem:
 
 def random_problem(
     shape: AttentionShape,
-    features: Features = Features(),
+    features: AttentionFeatures = AttentionFeatures(),
     lengths: Sequence[int] = LENGTHS,
     *,
     seed: int = 0,
     unused_page: int = 0,
-) -> Problem:
+) -> AttentionProblem:
     """Pages of the rows lie in random order; `unused_page` fills the rest of the table."""
     rng = np.random.default_rng(seed)
     size = shape.page_size
@@ -111,7 +111,7 @@ def random_problem(
         k_pool[:, seen] = exact(rng.normal(size=drawn), shape.dtype)
         v_pool[:, seen] = exact(rng.normal(size=drawn), shape.dtype)
     q = rng.normal(size=(len(counts), shape.q_heads, shape.head_dim)) * 2
-    return Problem(
+    return AttentionProblem(
         shape=shape,
         features=features,
         scale=shape.head_dim**-0.5,
@@ -127,11 +127,11 @@ def random_problem(
 
 def chunk_problem(
     shape: AttentionShape,
-    features: Features,
+    features: AttentionFeatures,
     runs: Sequence[tuple[int, int]],
     *,
     unused_page: int = 0,
-) -> tuple[Problem, list[QueryRun]]:
+) -> tuple[AttentionProblem, list[QueryRun]]:
     """Return a problem with runs of queries, each given as (queries, tokens the last one sees)."""
     # The first query of a run sees farthest back, so its window decides which slots are NaN.
     widest = None if features.window is None else features.window + max(n for n, _ in runs)
@@ -163,14 +163,14 @@ class FreshProblem:
     newest tokens in their pages.
     """
 
-    ready: Problem
+    ready: AttentionProblem
     rotary: Rotary
     qkv: Floats
     rotation: Floats
     norms: Floats
 
     @staticmethod
-    def of(problem: Problem, rotary: Rotary) -> FreshProblem:
+    def of(problem: AttentionProblem, rotary: Rotary) -> FreshProblem:
         rng = np.random.default_rng(1)
         shape, rows, dims = problem.shape, len(problem.lengths), rotary.dims
         heads = shape.q_heads + (0 if rotary.alone else 2 * shape.kv_heads)
@@ -196,7 +196,7 @@ class FreshProblem:
         ready = replace(problem, q=q, k_pool=pools[0], v_pool=pools[1])
         return FreshProblem(ready, rotary, qkv, rotation, norms)
 
-    def unwritten(self) -> Problem:
+    def unwritten(self) -> AttentionProblem:
         """Return `ready` with NaN in the slots of the newest tokens."""
         if self.rotary.alone:
             return self.ready
@@ -213,7 +213,7 @@ class FreshProblem:
         return np.array(places, np.int32)
 
 
-def _newest_slot(problem: Problem, row: int) -> int:
+def _newest_slot(problem: AttentionProblem, row: int) -> int:
     place, size = problem.lengths[row] - 1, problem.shape.page_size
     return int(problem.table[row, place // size]) * size + int(place % size)
 
@@ -242,7 +242,9 @@ def normed(x: Floats, epsilon: float, dtype: mx.Dtype) -> Floats:
 
 
 def self_check(
-    kernels: PagedKernels, features: Features = Features(), rotary: Rotary | None = None
+    kernels: PagedKernels,
+    features: AttentionFeatures = AttentionFeatures(),
+    rotary: Rotary | None = None,
 ) -> str | None:
     """Return None if the kernels work on this device, else the error.
 
@@ -258,7 +260,9 @@ def self_check(
     return wrong
 
 
-def check_chunks(kernels: ChunkKernels, features: Features = Features()) -> str | None:
+def check_chunks(
+    kernels: ChunkKernels, features: AttentionFeatures = AttentionFeatures()
+) -> str | None:
     """Return None if the kernel for prompts' chunks works on this device, else the error."""
     problem, runs = chunk_problem(kernels.shape, features, CHUNKS)
     dtype = kernels.shape.dtype
@@ -288,7 +292,7 @@ def difference(out: Floats, expected: Floats) -> float:
     return float(np.where(np.isnan(ratio), np.inf, ratio).max())
 
 
-def _check_attention(kernels: PagedKernels, features: Features) -> str | None:
+def _check_attention(kernels: PagedKernels, features: AttentionFeatures) -> str | None:
     problem = random_problem(kernels.shape, features)
     dtype = kernels.shape.dtype
     out = kernels.attend(
@@ -318,7 +322,7 @@ def _check_rotated(kernels: PagedKernels, rotary: Rotary) -> str | None:
     return None
 
 
-def _check_fused(kernels: PagedKernels, features: Features, rotary: Rotary) -> str | None:
+def _check_fused(kernels: PagedKernels, features: AttentionFeatures, rotary: Rotary) -> str | None:
     problem = FreshProblem.of(random_problem(kernels.shape, features), rotary)
     unwritten = problem.unwritten()
     pools = _pools(unwritten)
@@ -339,7 +343,9 @@ def _check_fused(kernels: PagedKernels, features: Features, rotary: Rotary) -> s
     return None
 
 
-def _how(kernels: PagedKernels, problem: Problem, features: Features) -> dict[str, Any]:
+def _how(
+    kernels: PagedKernels, problem: AttentionProblem, features: AttentionFeatures
+) -> dict[str, Any]:
     """Return the keyword arguments of `attend` and `attend_fused`."""
     return {
         "scale": problem.scale,
@@ -350,12 +356,12 @@ def _how(kernels: PagedKernels, problem: Problem, features: Features) -> dict[st
     }
 
 
-def _arrived(pools: tuple[mx.array, mx.array], written: Problem) -> bool:
+def _arrived(pools: tuple[mx.array, mx.array], written: AttentionProblem) -> bool:
     keys, values = map(numbers, pools)
     return as_written(keys, written.k_pool) and as_written(values, written.v_pool)
 
 
-def _pools(problem: Problem) -> tuple[mx.array, mx.array]:
+def _pools(problem: AttentionProblem) -> tuple[mx.array, mx.array]:
     dtype = problem.shape.dtype
     pools = mx.array(problem.k_pool).astype(dtype), mx.array(problem.v_pool).astype(dtype)
     mx.eval(pools)

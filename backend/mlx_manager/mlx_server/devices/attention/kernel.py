@@ -61,7 +61,7 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class AttentionVariant:
     """Constants of one attention kernel beside its shape: one compilation for each.
 
     `divided`: some context is split. `rotary`: norm and rotation of a fused step, None for a plain

@@ -10,14 +10,14 @@ from itertools import product
 import mlx.core as mx
 
 from mlx_manager.mlx_server.devices.attention.check import (
-    Features,
+    AttentionFeatures,
     check_chunks,
     check_writer,
     self_check,
 )
 from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, PagedKernels, Rotary
 from mlx_manager.mlx_server.devices.attention.splits import TILE
-from mlx_manager.mlx_server.devices.attention.writer import Pools, Writer
+from mlx_manager.mlx_server.devices.attention.writer import PageWriter, Pools
 from mlx_manager.mlx_server.devices.cuda.attention import decode as cuda
 from mlx_manager.mlx_server.devices.cuda.attention.chunks import ChunkKernels, chunk_kernels
 from mlx_manager.mlx_server.devices.cuda.compiler.device import device_for
@@ -69,7 +69,7 @@ def build(shape: AttentionShape) -> PagedKernels | Unsupported:
     return metal.build(shape) if on_metal else cuda.build(shape)
 
 
-def build_writer(of: Pools) -> Writer | Unsupported:
+def build_writer(of: Pools) -> PageWriter | Unsupported:
     """Return the writer for pages that no attention kernel reads, on the default device."""
     if mx.default_device().type != mx.gpu:
         return Unsupported("the default device is no GPU")
@@ -122,7 +122,7 @@ def _latent_cases() -> Iterator[Case[Latents]]:
         yield Case(of.rank, dtype, Latents(of, traditional=False))
 
 
-WRITER: KernelKind[Pools, Writer] = KernelKind(
+WRITER: KernelKind[Pools, PageWriter] = KernelKind(
     "page writer",
     alone(build_writer),
     lambda kernels, of: check_writer(kernels.write, of, PAGE_SIZE),
@@ -137,7 +137,7 @@ ATTENTION: KernelKind[AttentionShape, PagedKernels] = KernelKind(
 FEATURED: KernelKind[AttentionShape, PagedKernels] = KernelKind(
     "attention with window, soft cap and sinks",
     alone(build),
-    lambda kernels, _: self_check(kernels, Features(window=100, softcap=30.0, sinks=True)),
+    lambda kernels, _: self_check(kernels, AttentionFeatures(window=100, softcap=30.0, sinks=True)),
     _attention_cases,
 )
 # Two heads are enough: blocks of all heads do the same, and the reference is slow.

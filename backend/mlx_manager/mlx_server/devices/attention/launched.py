@@ -8,9 +8,14 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Lengths, Rotary, Variant
+from mlx_manager.mlx_server.devices.attention.kernel import (
+    AttentionShape,
+    AttentionVariant,
+    Lengths,
+    Rotary,
+)
 from mlx_manager.mlx_server.devices.attention.splits import Splits
-from mlx_manager.mlx_server.devices.attention.writer import Writer
+from mlx_manager.mlx_server.devices.attention.writer import PageWriter
 from mlx_manager.mlx_server.devices.kernel import Kernel
 
 # Threads of a block that normalises, rotates and writes.
@@ -23,7 +28,7 @@ class LaunchedKernels(ABC):
     _merges: ClassVar[bool]
     """Flag: contexts that are divided have another kernel than those that are not."""
 
-    def __init__(self, shape: AttentionShape, writer: Writer) -> None:
+    def __init__(self, shape: AttentionShape, writer: PageWriter) -> None:
         self.shape = shape
         self._writer = writer
         self._rotate: dict[Rotary, Kernel] = {}
@@ -117,7 +122,7 @@ class LaunchedKernels(ABC):
     @abstractmethod
     def _launch(  # noqa: PLR0917
         self,
-        variant: Variant,
+        variant: AttentionVariant,
         inputs: Sequence[mx.array],
         sinks: mx.array,
         after: Sequence[mx.array],
@@ -138,9 +143,11 @@ class LaunchedKernels(ABC):
         sinks: mx.array | None,
         splits: Splits,
         rotary: Rotary | None = None,
-    ) -> Variant:
+    ) -> AttentionVariant:
         divided = self._merges and splits.divided
-        return Variant(scale, window, softcap, sinks is not None, divided, rotary, splits.blocks)
+        return AttentionVariant(
+            scale, window, softcap, sinks is not None, divided, rotary, splits.blocks
+        )
 
     def _logits(self, sinks: mx.array | None) -> mx.array:
         return self._no_sinks if sinks is None else sinks.astype(mx.float32)

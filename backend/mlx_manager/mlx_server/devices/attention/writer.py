@@ -25,7 +25,7 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class PageWriter:
     """Launch of a write kernel: `threads` for each token, in blocks of `block` threads."""
 
     kernel: Kernel

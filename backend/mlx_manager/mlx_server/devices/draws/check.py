@@ -19,7 +19,7 @@ ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class DrawProblem:
     """Rows to draw from.
 
     logits: (rows, vocabulary). parameters: (rows, len(Parameter)). chances: (rows,).
@@ -110,7 +110,7 @@ SHAPES = ((40, CHANCES), (1003, CHANCES), (36_000, CHANCES[1:2]))
 
 def random_problem(
     vocabulary: int, dtype: mx.Dtype, chances: Sequence[float] = CHANCES, seed: int = 0
-) -> Problem:
+) -> DrawProblem:
     """Return rows of every kind: spread, tied, flat, mostly excluded; values exact in `dtype`."""
     rng = np.random.default_rng(seed)
     each = len(ROWS) * len(chances)
@@ -122,7 +122,7 @@ def random_problem(
     exact = np.array(mx.array(logits.astype(np.float32)).astype(dtype).astype(mx.float32))
     parameters = np.array([own for own in ROWS for _ in chances], np.float32)
     each_chance = np.tile(np.array(chances, np.float32), 4 * len(ROWS))
-    return Problem(exact, np.tile(parameters, (4, 1)), each_chance)
+    return DrawProblem(exact, np.tile(parameters, (4, 1)), each_chance)
 
 
 def self_check(kernel: DrawKernel, dtype: mx.Dtype) -> str | None:

@@ -9,12 +9,12 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.devices.cuda.compiler import device as cuda
 from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel, CudaSource
-from mlx_manager.mlx_server.devices.kernel import Argument, Kernel, Name, Size, Unsupported
+from mlx_manager.mlx_server.devices.kernel import Argument, Kernel, KernelName, Size, Unsupported
 from mlx_manager.mlx_server.devices.metal.launch import MetalSource, compiled_for_metal
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class LaunchForm:
     """Launch parameters: threads of a block, and copies of the histogram bins among which the lanes
     of a warp are divided."""
 
@@ -32,8 +32,8 @@ class Form:
         return 4 * (bins + numbers + arrays * (self.threads // 32))
 
 
-ON_CUDA = Form(1024, 4)
-ON_METAL = Form(256, 1)
+ON_CUDA = LaunchForm(1024, 4)
+ON_METAL = LaunchForm(256, 1)
 """On Metal a block has 32 KB of memory, and may have fewer than 1 024 threads, depending on its
 registers."""
 
@@ -119,14 +119,14 @@ class DrawKernel:
         return tokens, following
 
 
-def cuda_source(dtype: mx.Dtype, form: Form = ON_CUDA) -> CudaSource:
+def cuda_source(dtype: mx.Dtype, form: LaunchForm = ON_CUDA) -> CudaSource:
     return CudaSource(
         name="draw",
         files=_CUDA_FILES,
         bounds=(form.threads, 1),
         function="draw_row",
         constants=(dtype, *form.constants),
-        scratch=Name("Scratch", form.constants),
+        scratch=KernelName("Scratch", form.constants),
         arguments=(*_DRAWN, "blockIdx.x", "threadIdx.x"),
         inputs=INPUTS,
         outputs=OUTPUTS,
@@ -134,7 +134,7 @@ def cuda_source(dtype: mx.Dtype, form: Form = ON_CUDA) -> CudaSource:
     )
 
 
-def best_source(dtype: mx.Dtype, form: Form = ON_CUDA) -> CudaSource:
+def best_source(dtype: mx.Dtype, form: LaunchForm = ON_CUDA) -> CudaSource:
     """Return the source of the kernel that finds the most likely token only.
 
     It takes some 7 us instead of MLX's 21 us for 128 000 tokens (H200).
@@ -146,7 +146,7 @@ def best_source(dtype: mx.Dtype, form: Form = ON_CUDA) -> CudaSource:
         bounds=(form.threads, 1),
         function="best_of_row",
         constants=(dtype, *form.constants),
-        scratch=Name("Scratch", form.constants),
+        scratch=KernelName("Scratch", form.constants),
         arguments=(
             *("logits", Size("logits", 1), "tokens", "scratch", "blockIdx.x", "threadIdx.x"),
         ),
@@ -156,13 +156,13 @@ def best_source(dtype: mx.Dtype, form: Form = ON_CUDA) -> CudaSource:
     )
 
 
-def metal_source(dtype: mx.Dtype, form: Form = ON_METAL) -> MetalSource:
+def metal_source(dtype: mx.Dtype, form: LaunchForm = ON_METAL) -> MetalSource:
     return MetalSource(
         name="draw",
         files=(_TEXT.with_suffix(".metal"), _TEXT),
         function="draw_row",
         constants=(dtype, *form.constants),
-        scratch=Name("Scratch", form.constants),
+        scratch=KernelName("Scratch", form.constants),
         arguments=(*_DRAWN, "threadgroup_position_in_grid.x", "thread_index_in_threadgroup"),
         inputs=INPUTS,
         outputs=OUTPUTS,

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Lengths, Rotary, Variant
+from mlx_manager.mlx_server.devices.attention.kernel import (
+    AttentionShape,
+    AttentionVariant,
+    Lengths,
+    Rotary,
+)
 from mlx_manager.mlx_server.devices.attention.launched import THREADS, LaunchedKernels
 from mlx_manager.mlx_server.devices.attention.splits import Splits, plan
-from mlx_manager.mlx_server.devices.attention.writer import Pools, Writer
-from mlx_manager.mlx_server.devices.kernel import Kernel, Name, Size, Struct
+from mlx_manager.mlx_server.devices.attention.writer import PageWriter, Pools
+from mlx_manager.mlx_server.devices.kernel import Kernel, KernelName, Size, Struct
 from mlx_manager.mlx_server.devices.metal.launch import MetalSource, compiled_for_metal
 
 _SOURCE = Path(__file__).with_name("attention.metal")
@@ -41,7 +46,7 @@ class MetalKernels(LaunchedKernels):
         super().__init__(shape, writer(shape.pools))
         self._heads = heads_per_block(shape)
         self._blocks = shape.kv_heads * -(-shape.group // self._heads)
-        self._kernels: dict[Variant, _Pair] = {}
+        self._kernels: dict[AttentionVariant, _Pair] = {}
 
     def plan(
         self, lengths: Lengths, *, window: int | None = None, table_rows: Lengths | None = None
@@ -62,7 +67,7 @@ class MetalKernels(LaunchedKernels):
 
     def _launch(  # noqa: PLR0917
         self,
-        variant: Variant,
+        variant: AttentionVariant,
         inputs: Sequence[mx.array],
         sinks: mx.array,
         after: Sequence[mx.array],
@@ -103,21 +108,21 @@ class _Pair:
     merge: Kernel
 
     @staticmethod
-    def build(shape: AttentionShape, variant: Variant) -> _Pair:
+    def build(shape: AttentionShape, variant: AttentionVariant) -> _Pair:
         return _Pair(
             compiled_for_metal(attend_source(shape, variant)),
             compiled_for_metal(merge_source(shape, sinks=variant.sinks)),
         )
 
 
-def attend_source(shape: AttentionShape, variant: Variant) -> MetalSource:
+def attend_source(shape: AttentionShape, variant: AttentionVariant) -> MetalSource:
     dtype, dim, group = shape.dtype, shape.head_dim, shape.group
     features = (variant.window or 0, variant.softcap is not None, variant.sinks, variant.divided)
     match variant.rotary:
         case None:
             inputs: tuple[str, ...] = ("q",)
             after: tuple[str, ...] = ("written",)
-            queries = Struct(Name("Ready", (dtype, dim, group)), ("q",))
+            queries = Struct(KernelName("Ready", (dtype, dim, group)), ("q",))
         case rotary:
             inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
             queries = _fresh(shape, rotary, "newest")
@@ -128,7 +133,7 @@ def attend_source(shape: AttentionShape, variant: Variant) -> MetalSource:
         files=(_SOURCE,),
         function="attend",
         constants=(dtype, dim, group, shape.page_size, SIMDGROUPS, *features),
-        scratch=Name("Shared", (dim, group, SIMDGROUPS)),
+        scratch=KernelName("Shared", (dim, group, SIMDGROUPS)),
         newest=None if variant.rotary is None else (dtype, 2 * dim),
         arguments=(
             *(queries, *pages, *outputs, "scratch", Size("k_pool", 1), Size("table", 1)),
@@ -147,7 +152,7 @@ def _fresh(shape: AttentionShape, rotary: Rotary, newest: str | None) -> Struct:
     flags = (rotary.traditional, rotary.epsilon is not None, rotary.gated, rotary.values)
     constants = (shape.dtype, shape.head_dim, shape.group, rotary.dims, *flags, rotary.alone)
     given = ("qkv", "rotation", "q_norm", "k_norm", rotary.epsilon or 0.0, newest)
-    return Struct(Name("fresh", constants), given, called=True)
+    return Struct(KernelName("fresh", constants), given, called=True)
 
 
 def merge_source(shape: AttentionShape, *, sinks: bool) -> MetalSource:
@@ -166,9 +171,9 @@ def merge_source(shape: AttentionShape, *, sinks: bool) -> MetalSource:
     )
 
 
-def writer(of: Pools) -> Writer:
+def writer(of: Pools) -> PageWriter:
     kernel = compiled_for_metal(write_source(of), ensure_row_contiguous=False)
-    return Writer(kernel, of.kv_heads * of.widest, of.widest)
+    return PageWriter(kernel, of.kv_heads * of.widest, of.widest)
 
 
 def write_source(of: Pools) -> MetalSource:

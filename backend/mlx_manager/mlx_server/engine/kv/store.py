@@ -12,13 +12,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_manager.mlx_server.devices.attention import (
-    AttentionShape,
-    KernelSet,
-    PagedKernels,
-    Pools,
-    Writer,
-)
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, PagedKernels
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
+from mlx_manager.mlx_server.devices.attention.writer import PageWriter, Pools
 from mlx_manager.mlx_server.devices.cuda.mapped import send
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.devices.metal.order import IN_ORDER
@@ -134,7 +130,7 @@ class LayerStore:
         self.shape = shape
         self.page_size = page_size
         self._latents = latents
-        self._writer: PagedKernels | Writer | None = None
+        self._writer: PagedKernels | PageWriter | None = None
         self.kernels: KernelSet | None = None
         self._order = IN_ORDER if kernels is None else kernels.order
         if kernels is not None:
@@ -192,7 +188,7 @@ class LayerStore:
 
     def _served(
         self, kernels: KernelSet, gathered: bool
-    ) -> tuple[PagedKernels | Writer, KernelSet | None]:
+    ) -> tuple[PagedKernels | PageWriter, KernelSet | None]:
         """Return the kernels that write pages, and the set whose kernels attend over them; None for
         the set if pages are read in another way."""
         of = self.shape

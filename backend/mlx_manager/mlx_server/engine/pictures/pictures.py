@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mlx_manager.mlx_server.engine.images import Picture, Tower
 from mlx_manager.mlx_server.engine.memory.line import Line
 from mlx_manager.mlx_server.engine.pictures.features import FeatureCache
+from mlx_manager.mlx_server.engine.pictures.jobs import TowerJobs
 from mlx_manager.mlx_server.engine.pictures.numbers import ContentNumbers
-from mlx_manager.mlx_server.engine.pictures.tower import TowerJobs
+from mlx_manager.mlx_server.engine.prompt_images import Picture, Tower
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StepLoad:
     """Amount of work in a step.
 
     rows: running rows. tokens: prompt tokens, in chunks. context: tokens before a chunk, summed
@@ -22,7 +22,7 @@ class Load:
     drafting: int = 0
     drafts: int = 0
 
-    def with_chunk(self, before: int, tokens: int) -> Load:
+    def with_chunk(self, before: int, tokens: int) -> StepLoad:
         """Return this load with a chunk of `tokens` more tokens of a prompt, after its first
         `before`, which have been processed already."""
         return replace(
@@ -32,11 +32,11 @@ class Load:
             seen=self.seen + tokens * before + tokens * (tokens + 1) // 2,
         )
 
-    def with_draft(self, tokens: int) -> Load:
+    def with_draft(self, tokens: int) -> StepLoad:
         """Return this load with a draft of so many tokens, which one of the rows brings."""
         return replace(self, drafting=self.drafting + 1, drafts=self.drafts + tokens)
 
 
-Budget = Callable[[Load, int], int]
+Budget = Callable[[StepLoad, int], int]
 """Function that returns how many tokens of a prompt a step of the given load may process besides,
 where the given number of the prompt's tokens has been processed already."""

@@ -8,7 +8,7 @@ from functools import partial
 from math import inf, sqrt
 
 from mlx_manager.mlx_server.engine.scheduler.cost import Cost
-from mlx_manager.mlx_server.engine.scheduler.load import Budget, Load
+from mlx_manager.mlx_server.engine.scheduler.load import Budget, StepLoad
 
 # A step with prompt tokens in it may take this many times a step without. Readers of running
 # streams are promised a p99 gap of four times the median; the rest is for what varies: of a hundred
@@ -88,9 +88,9 @@ class Pace:
         # Most rows of a step without prompts.
         self._alone = 0
         # Steps without prompts, which nothing has been learnt from yet.
-        self._seen: deque[tuple[Load, float]] = deque(maxlen=MEMORY)
+        self._seen: deque[tuple[StepLoad, float]] = deque(maxlen=MEMORY)
 
-    def observe(self, seconds: float, load: Load) -> None:
+    def observe(self, seconds: float, load: StepLoad) -> None:
         """Learn that a step of `load` took `seconds`."""
         if load.tokens == 0:
             self._alone = max(self._alone, load.rows)
@@ -103,7 +103,7 @@ class Pace:
         rows = self._rows.of(_of_rows(load)) if load.rows else 0.0
         self._prompts.learn(_of_prompts(load), max(seconds - rows, seconds * 0.1))
 
-    def _may_compare(self, load: Load) -> bool:
+    def _may_compare(self, load: StepLoad) -> bool:
         """Return whether the seconds of the step's rows alone are known."""
         return load.rows <= LIKE * self._alone
 
@@ -131,9 +131,9 @@ class Pace:
         unknown."""
         if not self._prompts.known or tokens > BOLDNESS * BOLDNESS * self._tried:
             return None
-        return self._prompts.of(_of_prompts(Load().with_chunk(0, tokens))) <= SHORT
+        return self._prompts.of(_of_prompts(StepLoad().with_chunk(0, tokens))) <= SHORT
 
-    def slack(self, load: Load, waiting: int) -> float:
+    def slack(self, load: StepLoad, waiting: int) -> float:
         """Return the seconds of other work beside a step of this load that leave running streams
         their pace. Where fewer run than wait for that work, they give way; whoever comes is then
         delayed by no more than by a step.
@@ -156,14 +156,14 @@ class Pace:
         """
         return partial(self._tokens, beginning, wanted)
 
-    def _tokens(self, beginning: int, wanted: int, load: Load, before: int) -> int:
+    def _tokens(self, beginning: int, wanted: int, load: StepLoad, before: int) -> int:
         tokens = self._wished(beginning, wanted, load, before)
         most = self._bearable(load, before, tokens)
         if most >= tokens:
             return tokens
         return self._whole(load.rows, load.tokens + most) - load.tokens
 
-    def _bearable(self, load: Load, before: int, tokens: int) -> int:
+    def _bearable(self, load: StepLoad, before: int, tokens: int) -> int:
         """Return how many of a prompt's next `tokens`, each seeing those before it, the device
         bears."""
         limits = self._limits
@@ -181,7 +181,7 @@ class Pace:
         # A prompt goes on, whatever it takes.
         return int(most if load.tokens else max(most, min(tokens, FEWEST)))
 
-    def _wished(self, beginning: int, wanted: int, load: Load, before: int) -> int:
+    def _wished(self, beginning: int, wanted: int, load: StepLoad, before: int) -> int:
         """Return the tokens that running and arriving rows leave a prompt, whatever the device
         bears."""
         most = self._most
@@ -206,7 +206,7 @@ class Pace:
             most = min(most, load.tokens + max(affordable, 0))
         return self._whole(load.rows, max(most, self._least)) - load.tokens
 
-    def _unhurried(self, load: Load, before: int, most: int) -> int:
+    def _unhurried(self, load: StepLoad, before: int, most: int) -> int:
         """Return how many more tokens of a prompt, each seeing those before it, a step without rows
         processes: at most `most`, within `LONG` seconds or `WORTH` times what the step takes
         besides tokens, whichever is more. Halve one in `HALVED` of the longer steps."""
@@ -230,13 +230,13 @@ class Pace:
         whole = (self._grain << grains.bit_length() - 1) - rows
         return whole if whole >= self._grain else tokens
 
-    def _affordable(self, load: Load, before: int) -> int:
+    def _affordable(self, load: StepLoad, before: int) -> int:
         """Return how many tokens of a prompt, each seeing those before it, fit into a step that may
         take `STRETCH` times what the rows take by themselves."""
         left = (STRETCH - 1) * self._alone_time(load)
         return self._within(left, load, before, self._most)
 
-    def _alone_time(self, load: Load) -> float:
+    def _alone_time(self, load: StepLoad) -> float:
         """Return the seconds that the rows take by themselves."""
         self._catch_up()
         # A row costs at least as much as a prompt token; the last observation of rows may be old.
@@ -245,10 +245,10 @@ class Pace:
 
     def plain_time(self, rows: int) -> float:
         """Return the seconds of a step of so many rows, without prompts and drafts; 0: unknown."""
-        load = Load(rows)
+        load = StepLoad(rows)
         return self._alone_time(load) if rows and self._may_compare(load) else 0.0
 
-    def _within(self, seconds: float, load: Load, before: int, most: int) -> int:
+    def _within(self, seconds: float, load: StepLoad, before: int, most: int) -> int:
         """Return how many more tokens of a prompt, each seeing those before it, fit so that the
         step's prompts take `seconds`; at most `most`."""
         token, seen, _, _ = self._prompts.prices
@@ -262,9 +262,9 @@ class Pace:
         return int(min(2 * left / root, most)) if root > 0 else most
 
 
-def _of_rows(load: Load) -> tuple[float, ...]:
+def _of_rows(load: StepLoad) -> tuple[float, ...]:
     return 1.0, load.rows / ROWS
 
 
-def _of_prompts(load: Load) -> tuple[float, ...]:
+def _of_prompts(load: StepLoad) -> tuple[float, ...]:
     return load.tokens / TOKENS, load.seen / (TOKENS * CONTEXT), 1.0, load.context / CONTEXT

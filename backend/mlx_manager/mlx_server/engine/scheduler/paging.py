@@ -9,7 +9,7 @@ from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.sequence import Sequence
 
 
-class Memory(Protocol):
+class RowMemory(Protocol):
     """Memory of the rows, which somebody else accounts for."""
 
     def grow(self, lacking: int, *, urgent: bool) -> bool:
@@ -37,7 +37,7 @@ class Paging:
             plenty: their tables then change in few steps.
     """
 
-    def __init__(self, pool: PagePool, memory: Memory, horizon: int = 0) -> None:
+    def __init__(self, pool: PagePool, memory: RowMemory, horizon: int = 0) -> None:
         self.pool = pool
         self._memory = memory
         self._horizon = horizon

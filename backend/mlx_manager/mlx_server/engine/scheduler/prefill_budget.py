@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from mlx_manager.mlx_server.devices import table as devices
-from mlx_manager.mlx_server.engine.scheduler.load import Budget, Load
+from mlx_manager.mlx_server.engine.scheduler.load import Budget, StepLoad
 from mlx_manager.mlx_server.engine.scheduler.pace import FEWEST, Pace
 from mlx_manager.mlx_server.engine.scheduler.scheduler import Scheduler
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
@@ -65,7 +65,7 @@ class PrefillBudget:
             self._ample.weigh_ample(self.pace.is_short(2 * size.tokens))
         return self.pace.budget(scheduler.beginning, wanted if self._ample.has_ample else 0)
 
-    def take_smaller_steps(self, failed: Iterable[Load]) -> None:
+    def take_smaller_steps(self, failed: Iterable[StepLoad]) -> None:
         """Halve the most tokens of a step after a step that took too long has failed. A failed step
         teaches the pace nothing, so the same prompt would fail again.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlx_manager.mlx_server.engine.scheduler.load import Load
+from mlx_manager.mlx_server.engine.scheduler.load import StepLoad
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.speculation.draft import Draft
 
@@ -28,17 +28,17 @@ class Schedule:
     rows: list[Sequence]
     prefills: list[Prefill] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
-    load: Load = field(init=False)
+    load: StepLoad = field(init=False)
 
     def __post_init__(self) -> None:
-        self.load = Load(len(self.rows))
+        self.load = StepLoad(len(self.rows))
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.prefills)
 
     def leave_rows_out(self) -> None:
         """Leave the running rows out of a step that has no chunk yet."""
-        self.rows, self.load = [], Load()
+        self.rows, self.load = [], StepLoad()
 
     def add(self, prefill: Prefill) -> None:
         """Add a chunk, and count its tokens into its sequence's `computed`."""

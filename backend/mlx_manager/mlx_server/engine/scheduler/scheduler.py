@@ -14,8 +14,8 @@ from typing import Protocol
 
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.scheduler.fairness import Fairness
-from mlx_manager.mlx_server.engine.scheduler.load import Budget, Load
-from mlx_manager.mlx_server.engine.scheduler.paging import Memory, Paging
+from mlx_manager.mlx_server.engine.scheduler.load import Budget, StepLoad
+from mlx_manager.mlx_server.engine.scheduler.paging import Paging, RowMemory
 from mlx_manager.mlx_server.engine.scheduler.prefixes import PagePrefixes
 from mlx_manager.mlx_server.engine.scheduler.queues import Queues
 from mlx_manager.mlx_server.engine.scheduler.schedule import Schedule, chunk
@@ -53,7 +53,7 @@ class SchedulerLimits:
     scored: int = sys.maxsize
 
 
-class Sight(Protocol):
+class FeatureFinder(Protocol):
     """The pictures of sequences: `engine.pictures.Pictures`, as far as the scheduler knows them."""
 
     def begin(self, sequence: Sequence) -> None:
@@ -69,7 +69,7 @@ class Drafting(Protocol):
         ...
 
     def choose(
-        self, rows: list[Sequence], load: Load, most: int
+        self, rows: list[Sequence], load: StepLoad, most: int
     ) -> Iterable[tuple[Sequence, Proposal]]:
         """Yield rows and the drafts that they had best bring to a step of this load, at most `most`
         tokens in all."""
@@ -95,10 +95,10 @@ class Scheduler:
     def __init__(
         self,
         pool: PagePool,
-        memory: Memory,
+        memory: RowMemory,
         prefixes: PagePrefixes,
         limits: SchedulerLimits,
-        pictures: Sight | None = None,
+        pictures: FeatureFinder | None = None,
         *,
         drafting: Drafting | None = None,
     ) -> None:

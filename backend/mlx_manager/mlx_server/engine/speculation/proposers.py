@@ -23,7 +23,7 @@ LONGEST_MATCH = 32
 PATIENCE, SELDOM = 6, 8
 
 
-class Text:
+class SearchedTokens:
     """Tokens that grow, in which ends of texts are searched."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -86,8 +86,8 @@ class Proposer:
     def __init__(self, prediction: Sequence[int] = ()) -> None:
         self.acceptance = Acceptance()
         self.idle = 0
-        self._prediction = Text(prediction) if prediction else None
-        self._text: Text | None = None
+        self._prediction = SearchedTokens(prediction) if prediction else None
+        self._text: SearchedTokens | None = None
 
     def looks(self, step: int) -> bool:
         """Return whether a draft is to be looked for in a step: rarely, where none has been found
@@ -133,6 +133,6 @@ class Proposer:
 
     def _repeated(self, row: Row, most: int) -> list[int]:
         if self._text is None:
-            self._text = Text(row.tokens)
+            self._text = SearchedTokens(row.tokens)
         self._text.extend(row.tokens[self._text.size :])
         return self._text.follow(row.tokens[-LONGEST_MATCH:], LEAST_MATCH, most)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from mlx_manager.mlx_server.engine.scheduler.cost import Cost
-from mlx_manager.mlx_server.engine.scheduler.load import Load
+from mlx_manager.mlx_server.engine.scheduler.load import StepLoad
 from mlx_manager.mlx_server.engine.scheduler.pace import STRETCH
 from mlx_manager.mlx_server.engine.sequence import Sequence as Row
 from mlx_manager.mlx_server.engine.speculation.acceptance import Acceptance
@@ -73,7 +73,9 @@ class Speculation:
         ]
         return any(plan.lengths((rate, self._longest) for rate in rates))
 
-    def choose(self, rows: Sequence[Row], load: Load, most: int) -> Iterable[tuple[Row, Proposal]]:
+    def choose(
+        self, rows: Sequence[Row], load: StepLoad, most: int
+    ) -> Iterable[tuple[Row, Proposal]]:
         """Return the rows that had best bring a draft to a step of this load, and their drafts, at
         most `most` tokens in all."""
         self._steps += 1
@@ -90,7 +92,7 @@ class Speculation:
             return ()
         return list(_within(self._worthwhile(able, plan), most))
 
-    def observe(self, seconds: float, load: Load) -> None:
+    def observe(self, seconds: float, load: StepLoad) -> None:
         """Learn that a step of `load`, with drafts, took `seconds`."""
         plain = self._plain(load.rows)
         if plain > 0 and not load.tokens:

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_manager.mlx_server.core import TokenLogprob
 from mlx_manager.mlx_server.devices.cuda.mapped import send
 from mlx_manager.mlx_server.engine.sampling import best, sample
-from mlx_manager.mlx_server.engine.scheduler.load import Load
+from mlx_manager.mlx_server.engine.scheduler.load import StepLoad
 from mlx_manager.mlx_server.engine.scheduler.schedule import Prefill, Schedule
 from mlx_manager.mlx_server.engine.scores import LogitPositions, Scores
 from mlx_manager.mlx_server.engine.sequence import Sequence
@@ -29,7 +29,7 @@ class LaunchedStep:
 
     batch: Batch
     logits: mx.array
-    load: Load
+    load: StepLoad
     scores: Scores
 
 
@@ -43,7 +43,7 @@ class SampledStep:
     batch: Batch
     tokens: mx.array
     host_tokens: HostTokens
-    load: Load
+    load: StepLoad
     scores: Scores
 
     @property

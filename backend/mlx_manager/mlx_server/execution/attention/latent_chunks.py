@@ -8,13 +8,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_manager.mlx_server.devices.attention import (
-    ChunkPlan,
-    Expanded,
-    Expansion,
-    LatentKernels,
-    Text,
-)
+from mlx_manager.mlx_server.devices.cuda.attention.chunk_plan import ChunkPlan
+from mlx_manager.mlx_server.devices.cuda.mla.expansion import Expanded, Expansion, QueryTokens
+from mlx_manager.mlx_server.devices.cuda.mla.latent import LatentKernels
 from mlx_manager.mlx_server.execution.attention.paged import Chunked, StepPlan
 
 
@@ -55,7 +51,7 @@ def _meeting(plan: StepPlan, kernels: LatentKernels) -> Meeting:
         chunked = Chunked(before, plan.page_size, 0 if behind else plan.padding)
         absorbed = Absorbed(chunked.table, kernels.chunk_plan(chunked.runs))
     if expansion is not None and behind:
-        texts = [Text(span.queries, span.length, span.table.pages) for span in behind]
+        texts = [QueryTokens(span.queries, span.length, span.table.pages) for span in behind]
         expanded = expansion.plan(texts, plan.padding)
     return Meeting(sum(span.queries for span in before), absorbed, expanded)
 

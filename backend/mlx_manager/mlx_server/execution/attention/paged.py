@@ -4,7 +4,7 @@ mlx-lm's modules call `cache.update_and_fetch(keys, values)` and then their modu
 `scaled_dot_product_attention(..., cache=cache, ...)`. `PagedLayer` is that cache: it writes the
 step's keys and values into pages, and `route` makes the module's attention function ask the cache
 to attend whenever the cache is one of ours. Modules that compute attention by themselves get the
-pages gathered into the padded arrays they expect (`Reading.GATHERED`).
+pages gathered into the padded arrays they expect (`KeyAccess.GATHERED`).
 
 A step is ragged: every new token is a row of its own, (tokens, 1), whether it is the next token of
 a running row or one of many of a prompt's chunk, so projections run as one product and nothing is
@@ -26,15 +26,9 @@ from mlx import nn
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.devices import table as devices
-from mlx_manager.mlx_server.devices.attention import (
-    AttentionShape,
-    ChunkKernels,
-    ChunkPlan,
-    KernelSet,
-    PagedKernels,
-    QueryRun,
-    Splits,
-)
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, PagedKernels
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
+from mlx_manager.mlx_server.devices.attention.splits import Splits
 from mlx_manager.mlx_server.devices.cpu.powers import (
     LEAST_PAGE,
     attend_causal,
@@ -43,6 +37,8 @@ from mlx_manager.mlx_server.devices.cpu.powers import (
     block_of,
     pays,
 )
+from mlx_manager.mlx_server.devices.cuda.attention.chunk_plan import ChunkPlan, QueryRun
+from mlx_manager.mlx_server.devices.cuda.attention.chunks import ChunkKernels
 from mlx_manager.mlx_server.devices.cuda.mapped import send
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.devices.namespaces import namespaces_of
@@ -457,7 +453,7 @@ class RowsPlan:
         return None
 
 
-class Reading(Enum):
+class KeyAccess(Enum):
     """Ways in which a module gets its keys and values.
 
     PAGES: the module attends through mlx-lm's function, which reads pages. HANDED_ON: the same, and
@@ -514,7 +510,7 @@ class PagedLayer:
             values alone.
     """
 
-    def __init__(self, store: LayerStore, reading: Reading, current: Pass) -> None:
+    def __init__(self, store: LayerStore, reading: KeyAccess, current: Pass) -> None:
         self.store = store
         self.reading = reading
         self.unread = False
@@ -566,11 +562,11 @@ class PagedLayer:
     ) -> mx.array | Window | None:
         window = self.store.shape.window if window_size is None else window_size
         match self.reading:
-            case Reading.PAGES | Reading.HANDED_ON:
+            case KeyAccess.PAGES | KeyAccess.HANDED_ON:
                 return None if window is None else Window(window)
-            case Reading.GATHERED:
+            case KeyAccess.GATHERED:
                 return self._spans.dense_mask(window)
-            case Reading.GROUPED:
+            case KeyAccess.GROUPED:
                 return self._spans.dense_mask(window)[:, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysAndValues:
@@ -581,7 +577,7 @@ class PagedLayer:
             self.store.write(keys[0], values[0], slots)
         else:
             self.store.write(keys[:, :, 0].swapaxes(0, 1), values[:, :, 0].swapaxes(0, 1), slots)
-        if self.reading is Reading.PAGES:
+        if self.reading is KeyAccess.PAGES:
             self.unread = not self._attended
             return keys, values
         return self.keys_and_values()
@@ -589,9 +585,9 @@ class PagedLayer:
     def keys_and_values(self) -> KeysAndValues:
         """Return the keys and values for later layers that share this one's (Gemma 3n)."""
         match self.reading:
-            case Reading.PAGES:
+            case KeyAccess.PAGES:
                 return self.store.keys, self.store.values
-            case Reading.HANDED_ON:
+            case KeyAccess.HANDED_ON:
                 return self, self
             case _:
                 return self.store.gather(self._spans.table)
@@ -877,7 +873,10 @@ class _Routed:
         sinks: mx.array | None = None,
     ) -> Any:
         layer = keys if isinstance(keys, PagedLayer) else cache
-        if isinstance(layer, PagedLayer) and layer.reading in (Reading.PAGES, Reading.HANDED_ON):
+        if isinstance(layer, PagedLayer) and layer.reading in (
+            KeyAccess.PAGES,
+            KeyAccess.HANDED_ON,
+        ):
             if mask is not None and not isinstance(mask, Window):
                 raise TypeError("this module brings a mask of its own; pages cannot honour it")
             return layer.attend(queries, scale, mask, sinks)

@@ -10,8 +10,8 @@ from typing import Self
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
-from mlx_manager.mlx_server.devices.cuda.matmul.factors import Link, Norm
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import Link, RowNorm
+from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.sums import SumKernels
 from mlx_manager.mlx_server.execution.decoder.projections import (
     Normed,
@@ -34,7 +34,7 @@ class Addition(ABC):
 
     @abstractmethod
     def launches(
-        self, residual: mx.array, x: mx.array, following: Norm | None
+        self, residual: mx.array, x: mx.array, following: RowNorm | None
     ) -> tuple[list[mx.array], Sum]:
         """Return the intermediate launches and the sum, which is not among them.
 
@@ -70,11 +70,11 @@ class Addition(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Added(Addition):
+class ProductAddition(Addition):
     """Addition by the product itself."""
 
     def launches(
-        self, residual: mx.array, x: mx.array, following: Norm | None
+        self, residual: mx.array, x: mx.array, following: RowNorm | None
     ) -> tuple[list[mx.array], Sum]:
         return [], self.product.added_to(residual, x, following)
 
@@ -95,7 +95,7 @@ class NormedAndAdded(Addition):
     scale: mx.array | None
 
     def launches(
-        self, residual: mx.array, x: mx.array, following: Norm | None
+        self, residual: mx.array, x: mx.array, following: RowNorm | None
     ) -> tuple[list[mx.array], Sum]:
         given = self.product.alone(x)
         if self.kernels is None:
@@ -127,6 +127,6 @@ def addition_of(
     """
     product = join([layer], few)
     if norm is None:
-        return Added(product)
+        return ProductAddition(product)
     serves = few is not None and few.sums.serves(norm.weight.size)
     return NormedAndAdded(product, norm_for(norm), few.sums if few and serves else None, scale)

@@ -10,20 +10,14 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.devices import attention as gpu
-from mlx_manager.mlx_server.devices.attention import (
-    AttentionShape,
-    BlockKind,
+from mlx_manager.mlx_server.devices.attention import kinds as attention
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Lengths, PagedKernels
+from mlx_manager.mlx_server.devices.attention.kernel_set import (
     BuildKernels,
     BuildLatents,
     KernelSet,
-    LatentKernels,
-    LatentShape,
-    PagedKernels,
-    Splits,
 )
-from mlx_manager.mlx_server.devices.attention.kernel import Lengths
-from mlx_manager.mlx_server.devices.cuda import matmul as products
+from mlx_manager.mlx_server.devices.attention.splits import BlockKind, Splits
 from mlx_manager.mlx_server.devices.cuda.attention import opening
 from mlx_manager.mlx_server.devices.cuda.attention.opening import BuildOpening
 from mlx_manager.mlx_server.devices.cuda.linear_attention import delta as recurrent
@@ -34,7 +28,10 @@ from mlx_manager.mlx_server.devices.cuda.linear_attention.delta import (
     Texts,
 )
 from mlx_manager.mlx_server.devices.cuda.linear_attention.short import BuildShort, ShortKernels
-from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
+from mlx_manager.mlx_server.devices.cuda.matmul import products
+from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
+from mlx_manager.mlx_server.devices.cuda.mla.latent import LatentKernels
+from mlx_manager.mlx_server.devices.cuda.mla.shape import LatentShape
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.devices.states import DeltaShape, ShortShape, StateStore
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
@@ -49,8 +46,8 @@ from mlx_manager.mlx_server.execution.decoder.layers import (
     Ending,
     Joint,
     Layer,
+    LayerPart,
     Opening,
-    Part,
     Repeated,
     Shared,
     StatePart,
@@ -146,12 +143,12 @@ class FusedDecoder:
     def build(  # noqa: PLR0917
         model: nn.Module,
         page_size: int,
-        kernels: BuildKernels = gpu.build,
+        kernels: BuildKernels = attention.build,
         products: BuildProducts = products.build,
         compile: Compile = mx.compile,
         openings: BuildOpening = opening.build,
         deltas: BuildDelta = recurrent.build,
-        latents: BuildLatents = gpu.build_latents,
+        latents: BuildLatents = attention.build_latents,
         shorts: BuildShort = short.build,
         mrope: MRope | None = None,
     ) -> FusedDecoder | Unsupported:
@@ -257,7 +254,7 @@ class FusedDecoder:
         prompts, and the pieces that are to be queued before them. The result of a silent step is
         (1, hidden size).
 
-        `stores` are the layers' pages and states, written in place; texts: see `Part.ragged`;
+        `stores` are the layers' pages and states, written in place; texts: see `LayerPart.ragged`;
         before: the last step's pieces, where it had some. A layer is put together once for each
         kind, and the graph repeated: that takes the host half as long as putting together all
         layers.
@@ -463,7 +460,7 @@ class _Parts:
         }
         return _Parts(attentions, recurrences, met, convolutions)
 
-    def of(self, spec: LayerSpec, block: Block, few: ProductKernels | None) -> Part:
+    def of(self, spec: LayerSpec, block: Block, few: ProductKernels | None) -> LayerPart:
         """Return the part of the layer that `spec` describes.
 
         block: the same layer's products, joined. few: kernels that multiply few rows, if the device

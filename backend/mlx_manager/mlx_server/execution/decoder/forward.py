@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_manager.mlx_server.devices import table as devices
-from mlx_manager.mlx_server.devices.attention import BlockKind
+from mlx_manager.mlx_server.devices.attention.splits import BlockKind
 from mlx_manager.mlx_server.devices.cuda.linear_attention.delta import Texts
 from mlx_manager.mlx_server.devices.cuda.mapped import together
 from mlx_manager.mlx_server.devices.metal.order import IN_ORDER, LaunchOrder

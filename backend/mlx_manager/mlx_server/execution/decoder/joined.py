@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from mlx_manager.mlx_server.devices.attention import AttentionShape
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape
 from mlx_manager.mlx_server.devices.cpu.lane import has_lane, in_halves
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.execution.attention.paged import StepPlan, attend

@@ -16,15 +16,17 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.mla import MultiLinear
 
-from mlx_manager.mlx_server.devices.attention import Expanded, KernelSet, LatentKernels
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.devices.cuda.linear_attention.delta import Texts
-from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Packed, Weight, arrays_of
+from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
+from mlx_manager.mlx_server.devices.cuda.mla.expansion import Expanded
+from mlx_manager.mlx_server.devices.cuda.mla.latent import LatentKernels
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.execution.alike import made_of
 from mlx_manager.mlx_server.execution.attention.latent_chunks import Absorbed, meeting_of
 from mlx_manager.mlx_server.execution.attention.paged import StepPlan
-from mlx_manager.mlx_server.execution.decoder.layers import Block, Part, Shared, Step
+from mlx_manager.mlx_server.execution.decoder.layers import Block, LayerPart, Shared, Step
 from mlx_manager.mlx_server.execution.decoder.mlps import flat
 from mlx_manager.mlx_server.execution.decoder.projections import Projection, join, packing_of
 from mlx_manager.mlx_server.execution.spec.layers import MLASpec
@@ -105,7 +107,7 @@ class ByHead:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentPart(Part):
+class LatentPart(LayerPart):
     """Part of a layer of latent attention.
 
     queries: the product that makes queries of the query latents; None if the layer has no query

@@ -11,17 +11,19 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.devices.attention import KernelSet, PagedKernels, Rotary, Splits
+from mlx_manager.mlx_server.devices.attention.kernel import PagedKernels, Rotary
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
+from mlx_manager.mlx_server.devices.attention.splits import Splits
 from mlx_manager.mlx_server.devices.cuda.attention.opening import (
     BuildOpening,
     OpeningKernel,
     Turning,
 )
 from mlx_manager.mlx_server.devices.cuda.linear_attention.delta import StateKernels, Texts
-from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.chain import Chain
-from mlx_manager.mlx_server.devices.cuda.matmul.factors import Norm
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import RowNorm
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import WarpForm
+from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.devices.states import DeltaWeights, StateStore
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
@@ -127,7 +129,7 @@ class Block:
         """Return the input of attention, (tokens, (heads + 2 * kv_heads) * dim): q, k and v."""
         return self.qkv.normed(hidden, self.norm)
 
-    def expects(self, rows: int) -> tuple[Norm | None, Norm | None]:
+    def expects(self, rows: int) -> tuple[RowNorm | None, RowNorm | None]:
         """Return the norms before `qkv` and before `mlp` of which the maker of so many rows is to
         do a part; None for a norm that is left whole."""
         if not (self.output.sees_rows or self.mlp.by_groups(rows)):
@@ -142,7 +144,7 @@ class Block:
         self,
         hidden: mx.array,
         attended: mx.array,
-        following: Norm | None,
+        following: RowNorm | None,
         own: Sequence[mx.array] = (),
     ) -> tuple[list[mx.array], Sum]:
         """Return the intermediate launches and the layer's result, which is not among them.
@@ -335,7 +337,7 @@ class Ending:
         return self.capped(self.product.normed(hidden, self.norm))
 
 
-class Part(ABC):
+class LayerPart(ABC):
     """Layer without its neighbours' and the decoder's arrays: a part as `alike` defines parts."""
 
     __slots__ = ()
@@ -424,7 +426,7 @@ class Part(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPart(Part):
+class AttentionPart(LayerPart):
     block: Block
     head_norms: tuple[mx.array, mx.array] | None
     rotary: Rotary
@@ -549,7 +551,7 @@ def _through_gates(x: mx.array, gates: mx.array) -> mx.array:
 
 
 @dataclass(frozen=True, slots=True)
-class StatePart(Part):
+class StatePart(LayerPart):
     """Part of a layer whose rows keep a state. weights: those that `kernels` take besides the
     products'."""
 
@@ -602,7 +604,7 @@ class Layer:
     that it works on.
     """
 
-    part: Part
+    part: LayerPart
     joint: Joint
     rotation: int
     source: int
@@ -630,7 +632,7 @@ class Repeated:
     number of its store.
     """
 
-    part: Part
+    part: LayerPart
     kind: int
     arrays: Sequence[mx.array]
     rotation: int
@@ -661,7 +663,7 @@ class Repeated:
         """Return the result of any layer of this kind, and `written` of its store.
 
         own_inputs: see `PerLayerInput`. arrays, pages: those of that layer, and of its store.
-        texts, unpack: see `Part.ragged`.
+        texts, unpack: see `LayerPart.ragged`.
         """
         own = store.alike(pages)
         part = made_of(self.part, arrays)

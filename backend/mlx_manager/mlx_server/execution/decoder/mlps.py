@@ -10,16 +10,16 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     Activation,
     Experts,
     Link,
-    Norm,
     Packed,
+    RowNorm,
     Weight,
 )
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import PARTS
+from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.sums import SumKernels, Two
 from mlx_manager.mlx_server.devices.cuda.moe.experts import ExpertKernels
 from mlx_manager.mlx_server.execution.alike import arrays_of, made_of
@@ -48,7 +48,7 @@ class Mlp(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def launches(self, added: Sum, following: Norm | None) -> tuple[list[mx.array], Sum]:
+    def launches(self, added: Sum, following: RowNorm | None) -> tuple[list[mx.array], Sum]:
         """Return the intermediate launches and the result, which is not among them.
 
         added: the residual with attention's result. following: the norm of which the next product
@@ -77,7 +77,7 @@ class Mlp(ABC):
     def compare(self) -> None:  # noqa: B027 most have nothing to find out
         """Find out the fastest way to multiply many rows, where that is not known."""
 
-    def expected(self) -> Norm | None:
+    def expected(self) -> RowNorm | None:
         """Return the norm of which the maker of few rows may do a part; None if it may not."""
         return None
 
@@ -96,7 +96,7 @@ class GatedMlp(Mlp):
     activation: Activation
     down: Addition
 
-    def launches(self, added: Sum, following: Norm | None) -> tuple[list[mx.array], Sum]:
+    def launches(self, added: Sum, following: RowNorm | None) -> tuple[list[mx.array], Sum]:
         gated = self.gate_up.gated(added.ahead, self.norm, self.activation)
         made, result = self.down.launches(added.rows, gated, following)
         return [gated, *made], result
@@ -117,7 +117,7 @@ class GatedMlp(Mlp):
     def by_groups(self, rows: int) -> bool:
         return self.gate_up.by_groups(rows)
 
-    def expected(self) -> Norm | None:
+    def expected(self) -> RowNorm | None:
         return self.gate_up.expected(self.norm)
 
     def links(self) -> list[Link | None]:
@@ -128,11 +128,11 @@ class GatedMlp(Mlp):
 class RoutedMlp(Mlp):
     """Experts, multiplied by kernels of ours."""
 
-    norm: Norm
+    norm: RowNorm
     experts: Experts
     kernels: ExpertKernels
 
-    def launches(self, added: Sum, following: Norm | None) -> tuple[list[mx.array], Sum]:
+    def launches(self, added: Sum, following: RowNorm | None) -> tuple[list[mx.array], Sum]:
         *made, result = self.kernels(added.rows, self.norm, self.experts)
         return made, Sum.alone(result)
 
@@ -166,7 +166,7 @@ class AddedBesideExperts(Addition):
     scale: mx.array | None
 
     def launches(
-        self, residual: mx.array, x: mx.array, following: Norm | None
+        self, residual: mx.array, x: mx.array, following: RowNorm | None
     ) -> tuple[list[mx.array], Sum]:
         made = [self.product.alone(x), *self.routed.alone(residual)]
         two = Two(made[0], made[-1], *(norm.weight for norm in self.norms))

@@ -6,9 +6,9 @@ from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_manager.mlx_server.devices.cuda.compiler.device import TYPES, cuda_device
-from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Packed, Weight
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import knows
+from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.execution.decoder.mlps import flat, stored_in
 from mlx_manager.mlx_server.execution.decoder.projections import packing_of

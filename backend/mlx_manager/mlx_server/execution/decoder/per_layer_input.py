@@ -10,8 +10,8 @@ from typing import Self
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
-from mlx_manager.mlx_server.devices.cuda.matmul.factors import Norm
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import RowNorm
+from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
 from mlx_manager.mlx_server.execution.decoder.additions import Addition, NormFor, addition_of
 from mlx_manager.mlx_server.execution.decoder.projections import Projection, Sum, join
 from mlx_manager.mlx_server.execution.spec.layers import PerLayerInputSpec
@@ -39,7 +39,7 @@ class PerLayerInput:
         return PerLayerInput(gate, addition_of(spec.projection, spec.norm, few, norm, scale))
 
     def launches(
-        self, hidden: mx.array, own: Sequence[mx.array], following: Norm | None
+        self, hidden: mx.array, own: Sequence[mx.array], following: RowNorm | None
     ) -> tuple[list[mx.array], Sum]:
         """Return the intermediate launches and the sum, which is not among them.
 

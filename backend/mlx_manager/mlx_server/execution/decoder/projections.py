@@ -15,15 +15,15 @@ from mlx import nn
 from mlx_lm.models.activations import swiglu, swiglu_oai
 
 from mlx_manager.mlx_server.devices.cpu.powers import gated_by, gelu_gated_by, pays
-from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     Activation,
     Link,
-    Norm,
     Packed,
+    RowNorm,
     Scaled,
     Weight,
 )
+from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
 
 MOST_PACKED = 8
 """Largest number of rows that are multiplied by packed weights where dense ones exist beside them.
@@ -122,12 +122,12 @@ class FewOrMany(ABC):
         """Return whether `gated` multiplies so many rows by warpgroups."""
         return self.few is not None and self.few.gates_by_groups(self.factor, rows)
 
-    def expected(self, norm: nn.RMSNorm) -> Norm | None:
+    def expected(self, norm: nn.RMSNorm) -> RowNorm | None:
         """Return `norm`, which is before this product, for the maker of few rows, who may do a part
         of it; None if the kernels are absent."""
         return None if self.few is None else norm_of(norm)
 
-    def added_to(self, residual: mx.array, x: mx.array, following: Norm | None) -> Sum:
+    def added_to(self, residual: mx.array, x: mx.array, following: RowNorm | None) -> Sum:
         """Return `residual` plus the product with `x`.
 
         following: the next product's norm, if a part of it is to be done on the way.
@@ -265,10 +265,10 @@ class Twofold:
     def by_groups(self, rows: int) -> bool:
         return self._for(rows).by_groups(rows)
 
-    def expected(self, norm: nn.RMSNorm) -> Norm | None:
+    def expected(self, norm: nn.RMSNorm) -> RowNorm | None:
         return self.dense.expected(norm)
 
-    def added_to(self, residual: mx.array, x: mx.array, following: Norm | None) -> Sum:
+    def added_to(self, residual: mx.array, x: mx.array, following: RowNorm | None) -> Sum:
         return self._for(x.shape[0]).added_to(residual, x, following)
 
     def link(
@@ -306,10 +306,10 @@ class OneProduct(ABC):
     def by_groups(self, rows: int) -> bool:
         return False
 
-    def expected(self, norm: nn.RMSNorm) -> Norm | None:
+    def expected(self, norm: nn.RMSNorm) -> RowNorm | None:
         return None
 
-    def added_to(self, residual: mx.array, x: mx.array, following: Norm | None) -> Sum:
+    def added_to(self, residual: mx.array, x: mx.array, following: RowNorm | None) -> Sum:
         return Sum.alone(residual + self._product(x))
 
     def link(
@@ -351,9 +351,9 @@ def _if_served(few: ProductKernels | None, weight: Weight) -> ProductKernels | N
     return few if few is not None and few.serves(weight) else None
 
 
-def norm_of(norm: nn.RMSNorm) -> Norm:
+def norm_of(norm: nn.RMSNorm) -> RowNorm:
     """Return the norm as the kernels take it."""
-    return Norm(norm.weight, norm.eps)
+    return RowNorm(norm.weight, norm.eps)
 
 
 def _normed(x: Ahead, norm: nn.RMSNorm) -> mx.array:
@@ -362,7 +362,7 @@ def _normed(x: Ahead, norm: nn.RMSNorm) -> mx.array:
     return rows
 
 
-def _left_to_do(x: Ahead, norm: nn.RMSNorm) -> tuple[mx.array | Scaled, Norm | None]:
+def _left_to_do(x: Ahead, norm: nn.RMSNorm) -> tuple[mx.array | Scaled, RowNorm | None]:
     """Return the rows that the kernels take of `x`, and the norm if it is left to the kernels."""
     return (x.rows, None) if isinstance(x, Normed) else (x, norm_of(norm))
 

@@ -10,25 +10,25 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_manager.mlx_server.devices.attention import KernelSet
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.execution import caches
-from mlx_manager.mlx_server.execution.attention.paged import Pass, Reading, route
-from mlx_manager.mlx_server.execution.base import Plain
+from mlx_manager.mlx_server.execution.attention.paged import KeyAccess, Pass, route
+from mlx_manager.mlx_server.execution.base import PlainForward
 from mlx_manager.mlx_server.execution.compiled import Compile
-from mlx_manager.mlx_server.execution.images import Sight
+from mlx_manager.mlx_server.execution.images import VisionTraits
 from mlx_manager.mlx_server.execution.module.hidden import HiddenSelection
 from mlx_manager.mlx_server.execution.module.shown import show
 from mlx_manager.mlx_server.execution.module.steps import ModuleSteps, serves
 
-GATHERING = (Reading.GATHERED, Reading.GROUPED)
+GATHERING = (KeyAccess.GATHERED, KeyAccess.GROUPED)
 
 
-class OverPages(Plain):
+class OverPages(PlainForward):
     """mlx-lm's module with pages in place of the caches of keys and values.
 
     kernels: those that write to the pages on a GPU, and read them where the module attends over
-    pages. compile: compiles steps of running rows alone. sight: of a model that sees.
+    pages. compile: compiles steps of running rows alone. vision: of a model that sees.
 
     Raises:
         NotApplicable: a cache is of a kind that cannot be batched, or the module of a model that
@@ -39,11 +39,11 @@ class OverPages(Plain):
         self,
         model: nn.Module,
         page_size: int,
-        reading: Reading,
+        reading: KeyAccess,
         kernels: KernelSet | None = None,
         compile: Compile = mx.compile,
         *,
-        sight: Sight | None = None,
+        vision: VisionTraits | None = None,
     ) -> None:
         self._model = model
         self._page_size = page_size
@@ -64,8 +64,8 @@ class OverPages(Plain):
         self.stores = [layer.store for layer in self.layers]
         self.rows: ModuleSteps | None = None
         route(model)
-        if sight is not None:
-            show(model, sight, self._pass)
+        if vision is not None:
+            show(model, vision, self._pass)
 
     def _steps(self, of: Sequence[Any], size: Callable[[int], int]) -> ModuleSteps | None:
         """Return the steps of rows alone over the caches `of`, if kernels read all pages; None

@@ -8,12 +8,12 @@ from typing import ClassVar
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.devices.attention import KernelSet
-from mlx_manager.mlx_server.execution.attention.paged import Reading
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
+from mlx_manager.mlx_server.execution.attention.paged import KeyAccess
 from mlx_manager.mlx_server.execution.base import ABREAST_ON_CPU, OnPages, shortest_first
 from mlx_manager.mlx_server.execution.compiled import Compile
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, NotApplicable
-from mlx_manager.mlx_server.execution.images import Sight
+from mlx_manager.mlx_server.execution.images import VisionTraits
 from mlx_manager.mlx_server.execution.module.hidden import as_it_is
 from mlx_manager.mlx_server.execution.module.over_pages import OverPages
 from mlx_manager.mlx_server.execution.running import padded_rows
@@ -29,13 +29,13 @@ class RaggedForward(OverPages, OnPages):
         self,
         model: nn.Module,
         page_size: int,
-        reading: Reading,
+        reading: KeyAccess,
         kernels: KernelSet | None = None,
         compile: Compile = mx.compile,
         *,
-        sight: Sight | None = None,
+        vision: VisionTraits | None = None,
     ) -> None:
-        super().__init__(model, page_size, reading, kernels, compile, sight=sight)
+        super().__init__(model, page_size, reading, kernels, compile, vision=vision)
         if len(self.stores) < len(self._shared):
             raise NotApplicable("some layers keep another kind of state than keys and values")
         self.rows = self._steps(self._shared, padded_rows)

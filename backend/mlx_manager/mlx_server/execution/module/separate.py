@@ -10,9 +10,9 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from mlx_manager.mlx_server.devices.attention import KernelSet
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.devices.cpu.convolution import with_taps
-from mlx_manager.mlx_server.execution.attention.paged import Reading, StepPlan
+from mlx_manager.mlx_server.execution.attention.paged import KeyAccess, StepPlan
 from mlx_manager.mlx_server.execution.base import order_after
 from mlx_manager.mlx_server.execution.caches import (
     bytes_of,
@@ -27,7 +27,7 @@ from mlx_manager.mlx_server.execution.caches import (
 )
 from mlx_manager.mlx_server.execution.compiled import Compile
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Prefixes, Snapshot
-from mlx_manager.mlx_server.execution.images import Insertion, Sight, angles_in, tokens_of
+from mlx_manager.mlx_server.execution.images import Insertion, VisionTraits, angles_in, tokens_of
 from mlx_manager.mlx_server.execution.module.hidden import as_it_is
 from mlx_manager.mlx_server.execution.module.over_pages import OverPages
 
@@ -41,13 +41,13 @@ class SeparateForward(OverPages):
         self,
         model: nn.Module,
         page_size: int,
-        reading: Reading,
+        reading: KeyAccess,
         kernels: KernelSet | None = None,
         compile: Compile = mx.compile,
         *,
-        sight: Sight | None = None,
+        vision: VisionTraits | None = None,
     ) -> None:
-        super().__init__(model, page_size, reading, kernels, compile, sight=sight)
+        super().__init__(model, page_size, reading, kernels, compile, vision=vision)
         # A step's state exists beside the last one's, and a grown batch beside the new row's state.
         states = [leaf for leaf in filled(model, 2) if isinstance(leaf, ArraysCache)]
         self.row_bytes = 2 * sum(map(bytes_of, states))

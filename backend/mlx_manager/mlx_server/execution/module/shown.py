@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.devices.attention import Rotary
+from mlx_manager.mlx_server.devices.attention.kernel import Rotary
 from mlx_manager.mlx_server.execution.forward import NotApplicable
-from mlx_manager.mlx_server.execution.images import Insertion, MRope, Sight
+from mlx_manager.mlx_server.execution.images import Insertion, MRope, VisionTraits
 from mlx_manager.mlx_server.execution.module.hidden import body_of
 from mlx_manager.mlx_server.execution.module.wrapped import wrapped
 from mlx_manager.mlx_server.execution.spec.parts import NotFusable
@@ -39,7 +39,7 @@ class Showing(Protocol):
     def chunk(self) -> bool: ...
 
 
-def show(model: nn.Module, sight: Sight, showing: Showing) -> None:
+def show(model: nn.Module, vision: VisionTraits, showing: Showing) -> None:
     """Make the module show the pictures of each pass.
 
     Raises:
@@ -56,12 +56,12 @@ def show(model: nn.Module, sight: Sight, showing: Showing) -> None:
         return embeddings if insertion is None else insertion.into(embeddings)
 
     body[name] = wrapped(body[name], embed)
-    for number in range(sight.levels):
+    for number in range(vision.levels):
         _add_level(body, number, showing)
-    if sight.mrope is not None:
+    if vision.mrope is not None:
         for _, module in model.named_modules():
             if "rope" in module.children():
-                module.rope = _by_axes(module.rope, sight.mrope, showing)
+                module.rope = _by_axes(module.rope, vision.mrope, showing)
 
 
 def _add_level(body: nn.Module, number: int, showing: Showing) -> None:

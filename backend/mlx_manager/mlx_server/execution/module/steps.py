@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_manager.mlx_server.devices.attention import BlockKind, Splits
+from mlx_manager.mlx_server.devices.attention.splits import BlockKind, Splits
 from mlx_manager.mlx_server.execution.attention.paged import (
+    KeyAccess,
     PagedLayer,
     Pass,
     ReadBy,
-    Reading,
     RowsPlan,
 )
 from mlx_manager.mlx_server.execution.compiled import Compile, Kinds
@@ -48,7 +48,7 @@ def serves(layers: Sequence[PagedLayer]) -> bool:
     """
     if not layers:
         return mx.default_device() == mx.gpu
-    by_kernels = (Reading.PAGES, Reading.HANDED_ON)
+    by_kernels = (KeyAccess.PAGES, KeyAccess.HANDED_ON)
     return all(layer.store.kernels is not None and layer.reading in by_kernels for layer in layers)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from mlx_manager.mlx_server.devices.attention import AttentionShape
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape
 from mlx_manager.mlx_server.execution.images import MRope
 from mlx_manager.mlx_server.execution.spec.layers import (
     AnyLayer,

@@ -12,7 +12,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
-from mlx_manager.mlx_server.devices.attention import AttentionShape, Rotary
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Rotary
 from mlx_manager.mlx_server.devices.cuda.mla.shape import LatentShape
 from mlx_manager.mlx_server.devices.states import DeltaShape, DeltaWeights, ShortShape
 from mlx_manager.mlx_server.execution.spec.mlps import (

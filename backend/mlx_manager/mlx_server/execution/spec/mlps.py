@@ -13,7 +13,7 @@ from mlx import nn
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
-from mlx_manager.mlx_server.devices.cuda.matmul.factors import LEAST, Activation, Scoring
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import LEAST, Activation, ExpertScoring
 from mlx_manager.mlx_server.execution.spec.parts import (
     NotFusable,
     declared,
@@ -40,7 +40,7 @@ BESIDE = {
     "post_feedforward_layernorm_1",
     "post_feedforward_layernorm_2",
 }
-_SCORES = {"softmax": Scoring.SOFTMAX, "sigmoid": Scoring.SIGMOID}
+_SCORES = {"softmax": ExpertScoring.SOFTMAX, "sigmoid": ExpertScoring.SIGMOID}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class RoutingSpec:
 
     chosen: int
     normalised: bool
-    scoring: Scoring = Scoring.SOFTMAX
+    scoring: ExpertScoring = ExpertScoring.SOFTMAX
     bias: mx.array | None = None
     scale: float = 1.0
     least: float = LEAST

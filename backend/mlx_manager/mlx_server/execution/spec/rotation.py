@@ -11,7 +11,7 @@ from mlx import nn
 from mlx_lm.models.rope_utils import Llama3RoPE, ProportionalRoPE, SuScaledRoPE, YarnRoPE
 from numpy.typing import NDArray
 
-from mlx_manager.mlx_server.devices.attention import Rotary
+from mlx_manager.mlx_server.devices.attention.kernel import Rotary
 from mlx_manager.mlx_server.execution.images import MRope
 from mlx_manager.mlx_server.execution.spec.parts import expect, is_one_of
 from mlx_manager.mlx_server.models.families import MODULES

@@ -46,7 +46,7 @@ from mlx_manager.mlx_server.models.adapters.messages import template_messages, t
 from mlx_manager.mlx_server.models.adapters.template import (
     RENDER_ERRORS,
     Messages,
-    Render,
+    RenderTemplate,
     TemplateTraits,
     Tools,
     functions_of,
@@ -341,7 +341,7 @@ class Adapter:
         found = [number for ids_of_part in parts for number in ids_of_part if number is not None]
         return _prefix(tokenizer) + found
 
-    def _render_plainly(self, tokenizer: Tokenizer) -> Render:
+    def _render_plainly(self, tokenizer: Tokenizer) -> RenderTemplate:
         def render(messages: Messages, tools: Tools | None, **variables: Any) -> str:
             options = {"add_generation_prompt": False} | variables
             if tools is not None:

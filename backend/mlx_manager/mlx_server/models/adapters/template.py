@@ -32,7 +32,7 @@ Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 
-class Render(Protocol):
+class RenderTemplate(Protocol):
     """A function that renders messages and tools to the template's text. It opens no turn for the
     assistant unless the variables say so."""
 
@@ -93,7 +93,7 @@ class TemplateTraits:
     content: Contents = "text"
 
 
-def probe(render: Render, placeholder: str = "") -> TemplateTraits:
+def probe(render: RenderTemplate, placeholder: str = "") -> TemplateTraits:
     """Return the traits of the template behind `render`.
 
     placeholder: the text that stands for a picture, of a model that sees.
@@ -133,7 +133,7 @@ def probe(render: Render, placeholder: str = "") -> TemplateTraits:
     )
 
 
-def _contents(render: Render, placeholder: str) -> Contents:
+def _contents(render: RenderTemplate, placeholder: str) -> Contents:
     """Return the forms of contents that the template shows. Some templates of models that see
     leave out contents that are no lists."""
     pictured = [*text_parts(_USER), {"type": "image"}, *text_parts(_LATER)]
@@ -152,7 +152,7 @@ def text_parts(text: str) -> list[dict[str, Any]]:
     return [{"type": "text", "text": text}]
 
 
-def _given_parts(render: Render) -> Render:
+def _given_parts(render: RenderTemplate) -> RenderTemplate:
     def given(messages: Messages, tools: Tools | None, **variables: Any) -> str:
         shown = [{**message, "content": text_parts(message["content"])} for message in messages]
         return render(shown, tools, **variables)
@@ -161,7 +161,7 @@ def _given_parts(render: Render) -> Render:
 
 
 def _system(
-    render: Render, user: Mapping[str, Any], answer: Mapping[str, Any], tools: Tools | None
+    render: RenderTemplate, user: Mapping[str, Any], answer: Mapping[str, Any], tools: Tools | None
 ) -> SystemPlace:
     first, later = _message("system", _SYSTEM), _message("system", _LATER)
     more = _message("user", "qmoreq")
@@ -178,7 +178,7 @@ def _system(
     return "anywhere"
 
 
-def _tools(render: Render, user: Mapping[str, Any]) -> tuple[ToolPlace, ToolForm]:
+def _tools(render: RenderTemplate, user: Mapping[str, Any]) -> tuple[ToolPlace, ToolForm]:
     tool, system = _tool("qofferedq"), _message("system", "")
     forms: tuple[tuple[ToolForm, Tools], ...] = (
         ("tools", [tool]),
@@ -204,7 +204,7 @@ def functions_text(tools: Tools) -> str:
     return json.dumps(functions_of(tools), ensure_ascii=False)
 
 
-def _given_functions(render: Render) -> Render:
+def _given_functions(render: RenderTemplate) -> RenderTemplate:
     def given(messages: Messages, tools: Tools | None, **variables: Any) -> str:
         return render(messages, tools and functions_of(tools), **variables)
 
@@ -212,7 +212,7 @@ def _given_functions(render: Render) -> Render:
 
 
 def _schemas(
-    render: Render, user: Mapping[str, Any], place: ToolPlace, tools_as: ToolForm
+    render: RenderTemplate, user: Mapping[str, Any], place: ToolPlace, tools_as: ToolForm
 ) -> SchemaTraits:
     if place == "nowhere" or tools_as == "text":
         return SchemaTraits()
@@ -226,7 +226,9 @@ def _schemas(
     return probe_schemas(told)
 
 
-def _calls(render: Render, user: Mapping[str, Any]) -> tuple[Literal["many", "one", "none"], bool]:
+def _calls(
+    render: RenderTemplate, user: Mapping[str, Any]
+) -> tuple[Literal["many", "one", "none"], bool]:
     """Return the number of calls that a message may hold, and whether arguments are objects."""
     tools = [_tool("qofferedq")]
     for as_object in (True, False):
@@ -244,14 +246,14 @@ def _calls(render: Render, user: Mapping[str, Any]) -> tuple[Literal["many", "on
     return "none", True
 
 
-def _text_arguments(render: Render, user: Mapping[str, Any]) -> bool:
+def _text_arguments(render: RenderTemplate, user: Mapping[str, Any]) -> bool:
     call = _call("qcalledq", _ID, True)
     call["function"]["arguments"] = '{"word": "qbrokenq'
     turn = [user, _called(call), _result(_ID)]
     return _shows(render, turn, [_tool("qofferedq")], "qcalledq", "qbrokenq")
 
 
-def _told_apart(render: Render, user: Mapping[str, Any], as_object: bool) -> bool:
+def _told_apart(render: RenderTemplate, user: Mapping[str, Any], as_object: bool) -> bool:
     """True if results are shown with the id or the name of their call."""
     calls = [_call(f"q{id}q", id, as_object) for id in (_ID, _OTHER_ID)]
 
@@ -262,7 +264,7 @@ def _told_apart(render: Render, user: Mapping[str, Any], as_object: bool) -> boo
     return told(_ID, _OTHER_ID) != told(_OTHER_ID, _ID)
 
 
-def _call_ids(render: Render, user: Mapping[str, Any], as_object: bool) -> CallIds:
+def _call_ids(render: RenderTemplate, user: Mapping[str, Any], as_object: bool) -> CallIds:
     def turn(call_id: str) -> list[Mapping[str, Any]]:
         return [user, _called(_call("qcalledq", call_id, as_object)), _result(call_id)]
 
@@ -275,7 +277,7 @@ def _call_ids(render: Render, user: Mapping[str, Any], as_object: bool) -> CallI
     return "any" if "qcalledq" in text else "numbered"
 
 
-def _filler(render: Render, user: Mapping[str, Any], tools: Tools | None) -> str:
+def _filler(render: RenderTemplate, user: Mapping[str, Any], tools: Tools | None) -> str:
     """Return the text for an empty answer, which some templates, such as Ministral 3's, refuse."""
 
     def takes(content: str) -> bool:
@@ -285,13 +287,15 @@ def _filler(render: Render, user: Mapping[str, Any], tools: Tools | None) -> str
     return " " if not takes("") and takes(" ") else ""
 
 
-def _turn_end(render: Render, messages: Messages, tools: Tools | None) -> str:
+def _turn_end(render: RenderTemplate, messages: Messages, tools: Tools | None) -> str:
     text = _rendered(render, messages, tools)
     _, answered, rest = text.partition(_ANSWER)
     return rest.partition(_LATER)[0] if answered else ""
 
 
-def _thinking(render: Render, user: Mapping[str, Any], tools: Tools | None) -> ThinkingSwitch:
+def _thinking(
+    render: RenderTemplate, user: Mapping[str, Any], tools: Tools | None
+) -> ThinkingSwitch:
     def heeds(name: str, off: bool | int = False, on: bool | int = True) -> bool:
         try:
             without, thinking = (
@@ -310,7 +314,7 @@ def _thinking(render: Render, user: Mapping[str, Any], tools: Tools | None) -> T
     return "thinking_budget" if heeds("thinking_budget", 0, -1) else "enable_thinking"
 
 
-def _opens_thinking(render: Render, user: Mapping[str, Any], tools: Tools | None) -> bool:
+def _opens_thinking(render: RenderTemplate, user: Mapping[str, Any], tools: Tools | None) -> bool:
     switches = {"enable_thinking": True, "thinking": True}
     for variables in ({}, switches):
         try:
@@ -322,19 +326,19 @@ def _opens_thinking(render: Render, user: Mapping[str, Any], tools: Tools | None
     return False
 
 
-def _drops_thinking(render: Render, user: Mapping[str, Any], tools: Tools | None) -> bool:
+def _drops_thinking(render: RenderTemplate, user: Mapping[str, Any], tools: Tools | None) -> bool:
     thought = _message("assistant", f"<think>\nqthoughtq\n</think>\n\n{_ANSWER}")
     messages = [user, thought, _message("user", _LATER)]
     shown = _shows(render, messages, tools, _USER, _ANSWER, _LATER)
     return shown and not _shows(render, messages, tools, "qthoughtq")
 
 
-def _shows(render: Render, messages: Messages, tools: Tools | None, *words: str) -> bool:
+def _shows(render: RenderTemplate, messages: Messages, tools: Tools | None, *words: str) -> bool:
     text = _rendered(render, messages, tools)
     return all(word in text for word in words)
 
 
-def _rendered(render: Render, messages: Messages, tools: Tools | None) -> str:
+def _rendered(render: RenderTemplate, messages: Messages, tools: Tools | None) -> str:
     """Return the template's text, "" if the template refuses the messages."""
     try:
         return render(messages, tools)

@@ -192,7 +192,7 @@ def _other(role: Role) -> Role:
 
 
 @dataclass(slots=True)
-class Turn:
+class CallTurn:
     """A message with calls, and the results that follow it."""
 
     message: Message
@@ -216,7 +216,7 @@ class Turn:
         return found, left
 
 
-def by_turn(messages: Sequence[Message]) -> Iterator[Message | Turn]:
+def by_turn(messages: Sequence[Message]) -> Iterator[Message | CallTurn]:
     """Yield the messages, those with calls together with the results that follow them."""
     position = 0
     while position < len(messages):
@@ -228,7 +228,7 @@ def by_turn(messages: Sequence[Message]) -> Iterator[Message | Turn]:
         end = position
         while end < len(messages) and messages[end].role == "tool":
             end += 1
-        yield Turn(message, list(messages[position:end]))
+        yield CallTurn(message, list(messages[position:end]))
         position = end
 
 
@@ -269,7 +269,7 @@ def _in_order(
             yield from [*(r for own in found for r in own), *left] if ordered else turn.results
 
 
-def _numbered(turn: Turn, first: int) -> Turn:
+def _numbered(turn: CallTurn, first: int) -> CallTurn:
     """Return the turn with ids as Kimi K2 writes them: a model that reads other ids writes them,
     too."""
     found, left = turn.matched()
@@ -282,7 +282,7 @@ def _numbered(turn: Turn, first: int) -> Turn:
         for call, own in zip(calls, found, strict=True)
         for result in own
     ]
-    return Turn(replace(turn.message, tool_calls=calls), results + left)
+    return CallTurn(replace(turn.message, tool_calls=calls), results + left)
 
 
 def _gathered(messages: Sequence[Message]) -> list[Message]:
@@ -291,10 +291,10 @@ def _gathered(messages: Sequence[Message]) -> list[Message]:
     A result without a call becomes the user's text. A result that follows calls and has an unknown
     id goes to the first call without a result: ids get rewritten on the way.
     """
-    placed: list[Message | Turn] = []
-    by_call: dict[str, Turn] = {}
+    placed: list[Message | CallTurn] = []
+    by_call: dict[str, CallTurn] = {}
     for turn in by_turn(messages):
-        if isinstance(turn, Turn):
+        if isinstance(turn, CallTurn):
             found, left = turn.matched()
             open_ids = [
                 call.id for call, own in zip(turn.message.tool_calls, found, strict=True) if not own
@@ -318,7 +318,9 @@ def _gathered(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _gather(result: Message, placed: list[Message | Turn], by_call: dict[str, Turn]) -> None:
+def _gather(
+    result: Message, placed: list[Message | CallTurn], by_call: dict[str, CallTurn]
+) -> None:
     turn = by_call.get(result.tool_call_id or "")
     if turn is not None:
         turn.results.append(result)

@@ -47,7 +47,7 @@ Classes = Callable[[Any], tuple[Callable[[Any], nn.Module], Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BuildPlan:
     """A model as it is to be built: its config in the form that its class reads, and its heads."""
 
     folder: ModelFolder
@@ -55,7 +55,7 @@ class Plan:
     heads: Heads
 
 
-def planned(folder: ModelFolder) -> Plan:
+def planned(folder: ModelFolder) -> BuildPlan:
     """Return the plan that `build` needs. Reads the folder's small files; any thread may call
     `planned`.
 
@@ -77,10 +77,10 @@ def planned(folder: ModelFolder) -> Plan:
             folder.path,
             ", ".join(heads.heads),
         )
-    return Plan(folder, {**config, **untied}, heads)
+    return BuildPlan(folder, {**config, **untied}, heads)
 
 
-def build(plan: Plan) -> tuple[nn.Module, dict[str, Any]]:
+def build(plan: BuildPlan) -> tuple[nn.Module, dict[str, Any]]:
     """Build the module, on the MLX thread. Return it, its parameters not evaluated, and its config.
 
     Raises:
@@ -101,7 +101,7 @@ def build(plan: Plan) -> tuple[nn.Module, dict[str, Any]]:
     return model, config
 
 
-def _classes(plan: Plan) -> Classes:
+def _classes(plan: BuildPlan) -> Classes:
     """Return the function by which `load_model` finds an architecture's classes. A model made by
     the function takes the files' arrays in place of the arrays that it is given."""
     standard = inspect.signature(load_model).parameters["get_model_classes"].default
@@ -153,7 +153,7 @@ def arrays_in(weights: WeightFiles) -> dict[str, mx.array]:
 
 
 def fitting(
-    model: nn.Module, weights: dict[str, mx.array], found: Mapping[str, mx.array], plan: Plan
+    model: nn.Module, weights: dict[str, mx.array], found: Mapping[str, mx.array], plan: BuildPlan
 ) -> dict[str, mx.array]:
     """Return `weights` without those that the model neither has a place for nor needs: copies of
     the embeddings, and tensors in files of their own, such as layers that draft tokens.

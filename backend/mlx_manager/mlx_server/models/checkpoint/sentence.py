@@ -63,7 +63,7 @@ POOLED = "sentence_embedding"
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class DenseFacts:
     """A layer after the pooling.
 
     file: its weights; None if they are `dense.<index>` among the model's own.
@@ -90,7 +90,7 @@ class Sentence:
     normalize: bool
     max_length: int
     lower_case: bool = False
-    dense: tuple[Dense, ...] = ()
+    dense: tuple[DenseFacts, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     matryoshka: bool = False
@@ -106,7 +106,7 @@ class Sentence:
         """
         poolings: tuple[Pooling, ...] = ("last" if folder.model_type == "qwen3" else "mean",)
         normalize = True
-        dense: list[Dense] = []
+        dense: list[DenseFacts] = []
         if (folder.path / MODULES).is_file():
             normalize = False
             for module in read_json_list(folder.path / MODULES):
@@ -156,7 +156,7 @@ def missing(folder: ModelFolder, kind: str, path: Path, instead: str) -> None:
     )
 
 
-def dense_of(folder: ModelFolder, path: Path, index: int) -> Dense:
+def dense_of(folder: ModelFolder, path: Path, index: int) -> DenseFacts:
     """Return the layer of that folder. Converters to MLX put its weights among the model's own, and
     may leave its folder out.
 
@@ -174,7 +174,7 @@ def dense_of(folder: ModelFolder, path: Path, index: int) -> Dense:
         scales = own.get(f"dense.{index}.scales")
         group = (folder.config.get("quantization") or {}).get("group_size", 1)
         inputs = weight.shape[1] if scales is None else scales.shape[1] * group
-        return Dense(inputs, weight.shape[0], f"dense.{index}.bias" in own, "identity", file)
+        return DenseFacts(inputs, weight.shape[0], f"dense.{index}.bias" in own, "identity", file)
     config = read_json(path / "config.json")
     for name, only in (
         ("use_residual", False),
@@ -191,7 +191,7 @@ def dense_of(folder: ModelFolder, path: Path, index: int) -> Dense:
         raise ModelLoadFailed(f"{path / 'config.json'} has no in_features or out_features.")
     name = str(config.get("activation_function", "Identity"))
     activation = activation_of(name, DENSE_ACTIVATIONS, path / "config.json")
-    return Dense(inputs, outputs, config.get("bias", True) is not False, activation, file)
+    return DenseFacts(inputs, outputs, config.get("bias", True) is not False, activation, file)
 
 
 def prompts_of(file: Path) -> tuple[Mapping[str, str], str | None]:

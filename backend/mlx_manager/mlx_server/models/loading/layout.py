@@ -59,7 +59,7 @@ Times = list[float]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class LayoutCounts:
     """Counts of a model's products by the layout of their weights.
 
     cache: bytes of the CPU's largest cache. cached: True if that cache holds all the weights.
@@ -80,7 +80,7 @@ class Layout:
         )
 
 
-def lay_out(model: nn.Module, cache: int | None = None, doing: Doing = unheard) -> Layout:
+def lay_out(model: nn.Module, cache: int | None = None, doing: Doing = unheard) -> LayoutCounts:
     """Change the layout of the weights whose products become faster by it.
 
     The change is lazy, as in `weights.convert`. All `blockable_layers` go into blocks, or none: the
@@ -98,7 +98,7 @@ def lay_out(model: nn.Module, cache: int | None = None, doing: Doing = unheard) 
         type(module) in (nn.Linear, SwitchLinear) and module.weight.dtype == mx.float32
         for module in modules
     )
-    return Layout(blocks, columns, rows - columns, cache, flush is None)
+    return LayoutCounts(blocks, columns, rows - columns, cache, flush is None)
 
 
 def _lay_out_layers(model: nn.Module, flush: CacheFlush | None, doing: Doing) -> int:

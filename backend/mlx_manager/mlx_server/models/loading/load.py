@@ -33,7 +33,7 @@ from mlx_manager.mlx_server.errors import (
 from mlx_manager.mlx_server.models.adapters import Adapter, get_adapter
 from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.catalog import ModelSource
-from mlx_manager.mlx_server.models.checkpoint.building import Plan, build, planned
+from mlx_manager.mlx_server.models.checkpoint.building import BuildPlan, build, planned
 from mlx_manager.mlx_server.models.checkpoint.files import read_json
 from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
 from mlx_manager.mlx_server.models.checkpoint.weight_files import check_safetensors
@@ -211,7 +211,7 @@ class Checked:
 class CheckedText(Checked):
     """A text model whose files are sound. plan: the plan by which it is built."""
 
-    plan: Plan
+    plan: BuildPlan
 
 
 @dataclass(frozen=True, slots=True)

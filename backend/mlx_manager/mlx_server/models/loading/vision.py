@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_manager.mlx_server.errors import MLXManagerError, ModelLoadFailed
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_id
-from mlx_manager.mlx_server.models.checkpoint.building import Plan, arrays_in
+from mlx_manager.mlx_server.models.checkpoint.building import BuildPlan, arrays_in
 from mlx_manager.mlx_server.models.checkpoint.files import read_json
 from mlx_manager.mlx_server.models.checkpoint.weight_files import headers_of
 from mlx_manager.mlx_server.models.families import vision_facts
@@ -43,7 +43,7 @@ MOST_NAMED = 3
 NARROW = ("BF16", "F16")
 
 
-def tower_bytes(plan: Plan) -> int:
+def tower_bytes(plan: BuildPlan) -> int:
     """Return the bytes that a checkpoint's vision tower takes once it is loaded, by the headers of
     its files."""
     facts = vision_facts(plan.config)
@@ -64,7 +64,7 @@ def tower_bytes(plan: Plan) -> int:
 
 def load_vision(
     model_id: str,
-    plan: Plan,
+    plan: BuildPlan,
     tokenizer: TokenizerWrapper,
     model: nn.Module,
     ledger: Ledger,
@@ -105,7 +105,9 @@ def load_vision(
     return vision
 
 
-def _made(plan: Plan, facts: VisionFacts, tokenizer: TokenizerWrapper, dtype: mx.Dtype) -> Vision:
+def _made(
+    plan: BuildPlan, facts: VisionFacts, tokenizer: TokenizerWrapper, dtype: mx.Dtype
+) -> Vision:
     """Return the tower, its weights not evaluated. dtype: type of the language model's input."""
     tower = tower_of(facts.tower, checkpoint_of(plan))
     row = token_id(tokenizer, tower.row)
@@ -124,7 +126,7 @@ def _made(plan: Plan, facts: VisionFacts, tokenizer: TokenizerWrapper, dtype: mx
     return Vision(tower, facts.placeholder, row)
 
 
-def checkpoint_of(plan: Plan) -> Checkpoint:
+def checkpoint_of(plan: BuildPlan) -> Checkpoint:
     """Return a checkpoint's settings, with transformers' defaults where config.json has none."""
     folder = plan.folder.path
     around = _settings(folder / AROUND)

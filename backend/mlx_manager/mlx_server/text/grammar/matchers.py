@@ -42,7 +42,7 @@ from mlx_manager.mlx_server.text.grammar.bounds import (
 )
 from mlx_manager.mlx_server.text.grammar.gbnf import GbnfError, is_lark, lark_of
 from mlx_manager.mlx_server.text.grammar.sandbox import Sandbox, Verdict
-from mlx_manager.mlx_server.text.grammar.sandbox import Vocabulary as StandIn
+from mlx_manager.mlx_server.text.grammar.sandbox import SandboxVocabulary as StandIn
 from mlx_manager.mlx_server.text.tool_calls.grammar import (
     bare_calls,
     calls_grammar,

@@ -43,7 +43,7 @@ busy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class SandboxVocabulary:
     """Facts of a model's vocabulary for the sandbox: size, special tokens, and a token that
     ends."""
 
@@ -74,7 +74,7 @@ class Verdict:
     until: float | None = None
 
 
-class Process:
+class SandboxProcess:
     """One process that tries grammars.
 
     Raises:
@@ -137,7 +137,7 @@ class Sandbox:
         self._seconds = seconds
         self._memory = memory
         self._lock = threading.Lock()
-        self._idle: list[Process] = []
+        self._idle: list[SandboxProcess] = []
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._closed = False
 
@@ -150,10 +150,10 @@ class Sandbox:
         with self._lock:
             ready = bool(self._idle)
         if not ready:
-            self._give_back(Process())
+            self._give_back(SandboxProcess())
 
     def verdict(
-        self, vocabulary: Vocabulary, grammar: str, most: int | None, waiting: Waiting
+        self, vocabulary: SandboxVocabulary, grammar: str, most: int | None, waiting: Waiting
     ) -> Verdict:
         """Return the verdict on whether `grammar` can be compiled here without harm.
 
@@ -186,7 +186,7 @@ class Sandbox:
             process.close()
 
     def _tried(
-        self, vocabulary: Vocabulary, grammar: str, most: int | None, waiting: Waiting
+        self, vocabulary: SandboxVocabulary, grammar: str, most: int | None, waiting: Waiting
     ) -> Verdict:
         job = {
             "vocabulary": vocabulary.wire,
@@ -226,13 +226,13 @@ class Sandbox:
         log.warning("the form of an answer was refused: %s", error)
         return Verdict(error, fatal=True, until=until)
 
-    def _taken(self) -> Process:
+    def _taken(self) -> SandboxProcess:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return Process()
+        return SandboxProcess()
 
-    def _give_back(self, process: Process) -> None:
+    def _give_back(self, process: SandboxProcess) -> None:
         with self._lock:
             kept = not self._closed and len(self._idle) < IDLE
             if kept:

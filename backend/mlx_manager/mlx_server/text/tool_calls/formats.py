@@ -12,7 +12,7 @@ from mlx_manager.mlx_server.formats import (
     KEYWORDS,
     NAME,
     Aside,
-    Call,
+    CallForm,
     CallId,
     Maybe,
     Pattern,
@@ -29,17 +29,17 @@ _LINE = Maybe(("\n",))
 # Arguments in JSON
 # ---------------------------------------------------------------------------------------------
 
-_OBJECT = Call.of('{"name": "', NAME, '", "arguments": ', JSON, "}")
+_OBJECT = CallForm.of('{"name": "', NAME, '", "arguments": ', JSON, "}")
 
 
-def _list(name: str, opening: str, closing: str, call: Call = _OBJECT) -> ToolFormat:
+def _list(name: str, opening: str, closing: str, call: CallForm = _OBJECT) -> ToolFormat:
     """Return the format of calls in a JSON list."""
     return ToolFormat(name, call, opening=(opening,), between=(", ",), closing=(closing,))
 
 
 HERMES = ToolFormat(
     "hermes",
-    Call.of('<tool_call>\n{"name": "', NAME, '", "arguments": ', JSON, "}\n</tool_call>"),
+    CallForm.of('<tool_call>\n{"name": "', NAME, '", "arguments": ', JSON, "}\n</tool_call>"),
     between=("\n",),
     parsers=("json_tools",),
 )
@@ -56,7 +56,7 @@ either way, and what the model makes of OpenAI's form, with the call as a `funct
 
 MISTRAL_ARGS = ToolFormat(
     "mistral-args",
-    Call.of("[TOOL_CALLS]", NAME, Maybe(("[CALL_ID]", _ID)), "[ARGS]", JSON),
+    CallForm.of("[TOOL_CALLS]", NAME, Maybe(("[CALL_ID]", _ID)), "[ARGS]", JSON),
     openers=("[TOOL_CALLS]",),
     also=(_OBJECT,),
     skipped=("[TOOL_CALLS]",),
@@ -68,7 +68,9 @@ MISTRAL_ARGS = ToolFormat(
 MISTRAL = replace(
     MISTRAL_ARGS,
     name="mistral",
-    call=Call.of('{"name": "', NAME, '", "arguments": ', JSON, Maybe((', "id": "', _ID, '"')), "}"),
+    call=CallForm.of(
+        '{"name": "', NAME, '", "arguments": ', JSON, Maybe((', "id": "', _ID, '"')), "}"
+    ),
     opening=("[TOOL_CALLS][",),
     between=(", ",),
     closing=("]",),
@@ -79,7 +81,7 @@ MISTRAL = replace(
 
 KIMI_K2 = ToolFormat(
     "kimi-k2",
-    Call.of(
+    CallForm.of(
         *("<|tool_call_begin|>", "functions.", NAME, ":", _NUMBER, "<|tool_call_argument_begin|>"),
         *(JSON, "<|tool_call_end|>"),
     ),
@@ -97,14 +99,16 @@ well, and leaves the section's markers out or spells them without the s."""
 
 DEEPSEEK = ToolFormat(
     "deepseek",
-    Call.of(
+    CallForm.of(
         *("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", NAME, "\n```json\n", JSON),
         "\n```<｜tool▁call▁end｜>",
     ),
     opening=("<｜tool▁calls▁begin｜>",),
     between=("\n",),
     closing=("<｜tool▁calls▁end｜>",),
-    also=(Call.of("<｜tool▁call▁begin｜>", NAME, "<｜tool▁sep｜>", JSON, "<｜tool▁call▁end｜>"),),
+    also=(
+        CallForm.of("<｜tool▁call▁begin｜>", NAME, "<｜tool▁sep｜>", JSON, "<｜tool▁call▁end｜>"),
+    ),
     template=("<｜tool▁calls▁begin｜>", "```json"),
 )
 """V3 and R1: `function`, then the name, then fenced JSON."""
@@ -121,7 +125,7 @@ DEEPSEEK_31 = replace(
 
 COMMAND = replace(
     _list("command", "<|START_ACTION|>[\n    ", "\n]<|END_ACTION|>"),
-    call=Call.of(
+    call=CallForm.of(
         *('{"tool_call_id": "', _NUMBER, '", "tool_name": "', NAME, '", "parameters": ', JSON, "}")
     ),
     between=(",\n    ",),
@@ -136,7 +140,7 @@ nemotron_json_tool_parser.py. Nemotron 3 writes Qwen3-Coder's format."""
 
 HUNYUAN = ToolFormat(
     "hunyuan",
-    Call.of("<tool_call>", NAME, "\n```json\n", JSON, "\n```</tool_call>"),
+    CallForm.of("<tool_call>", NAME, "\n```json\n", JSON, "\n```</tool_call>"),
     opening=("<tool_calls>", _LINE),
     between=(_LINE,),
     closing=(_LINE, "</tool_calls>"),
@@ -158,14 +162,14 @@ TOOL_CALLS = ToolFormat(
 tool_chat_template_hunyuan_a13b.jinja. Both are read either way, and so are the dense models'."""
 
 APERTUS = _list(
-    "apertus", "<|tools_prefix|>[", "]<|tools_suffix|>", Call.of('{"', NAME, '": ', JSON, "}")
+    "apertus", "<|tools_prefix|>[", "]<|tools_suffix|>", CallForm.of('{"', NAME, '": ', JSON, "}")
 )
 """Each call is an object whose one key is the name: chat_template.jinja in swiss-ai/apertus_format,
 and SGLang's apertus2509_detector.py."""
 
 INTERNLM = ToolFormat(
     "internlm",
-    Call.of(
+    CallForm.of(
         *('<|action_start|><|plugin|>\n{"name": "', NAME, '", "parameters": ', JSON),
         "}<|action_end|>",
     ),
@@ -176,7 +180,7 @@ and LMDeploy's tests of its prompts."""
 _CONSTRAINED = Maybe(("<|constrain|>",))
 HARMONY = ToolFormat(
     "harmony",
-    Call.of(
+    CallForm.of(
         *(" to=functions.", NAME, "<|channel|>commentary ", _CONSTRAINED, "json<|message|>", JSON)
     ),
     opening=(Aside("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),),
@@ -186,7 +190,7 @@ HARMONY = ToolFormat(
     whole=True,
     message=("<|channel|>", Pattern("analysis|commentary|final"), "<|message|>"),
     joint=("<|end|><|start|>assistant",),
-    other=Call.of(
+    other=CallForm.of(
         *("<|channel|>commentary to=functions.", NAME, " ", _CONSTRAINED, "json<|message|>", JSON)
     ),
 )
@@ -194,10 +198,10 @@ HARMONY = ToolFormat(
 
 LLAMA = ToolFormat(
     "llama",
-    Call.of('{"name": "', NAME, '", "parameters": ', JSON, "}"),
+    CallForm.of('{"name": "', NAME, '", "parameters": ', JSON, "}"),
     openers=("<|python_tag|>", "<|python_start|>"),
     between=("\n",),
-    also=(Call.of(NAME, "(", KEYWORDS, ")"),),
+    also=(CallForm.of(NAME, "(", KEYWORDS, ")"),),
     skipped=("<|python_tag|>", "<|python_end|>"),
     bare=True,
 )
@@ -211,7 +215,7 @@ by `;` or line feeds, or a Python list of calls. The default for a model without
 
 QWEN_CODER = ToolFormat(
     "qwen3-coder",
-    Call.of(
+    CallForm.of(
         *("<tool_call>\n<function=", NAME, ">\n"),
         *(Tagged("<parameter=", ">\n", "\n</parameter>", "\n"), "</function>\n</tool_call>"),
     ),
@@ -223,7 +227,7 @@ QWEN_CODER = ToolFormat(
 
 SEED = ToolFormat(
     "seed-oss",
-    Call.of(
+    CallForm.of(
         *("<seed:tool_call>\n<function=", NAME, ">\n"),
         *(Tagged("<parameter=", ">", "</parameter>", "\n"), "</function>\n</seed:tool_call>"),
     ),
@@ -244,11 +248,11 @@ def _glm(name: str, prefix: str = "", line: str = "\n") -> ToolFormat:
     )
     return ToolFormat(
         name,
-        Call.of(begin, NAME, line, arguments, end),
+        CallForm.of(begin, NAME, line, arguments, end),
         between=("\n",),
         also=(
-            Call.of(begin, *('{"name": "', NAME, '", "arguments": ', JSON), "}", end),
-            Call.of(begin, NAME, JSON, end),
+            CallForm.of(begin, *('{"name": "', NAME, '", "arguments": ', JSON), "}", end),
+            CallForm.of(begin, NAME, JSON, end),
         ),
     )
 
@@ -265,7 +269,7 @@ LONGCAT = replace(_glm("longcat", "longcat_"), parsers=("longcat",))
 
 MINIMAX = ToolFormat(
     "minimax",
-    Call.of(
+    CallForm.of(
         *('<invoke name="', NAME, '">\n'),
         *(Tagged('<parameter name="', '">', "</parameter>", "\n"), "</invoke>\n"),
     ),
@@ -288,7 +292,7 @@ def _dsml(name: str, *blocks: str) -> ToolFormat:
     )
     return ToolFormat(
         name,
-        Call.of(f'<{DSML}invoke name="', NAME, '">\n', arguments, f"</{DSML}invoke>\n"),
+        CallForm.of(f'<{DSML}invoke name="', NAME, '">\n', arguments, f"</{DSML}invoke>\n"),
         openers=openers,
         opening=(f"{openers[0]}\n",),
         closing=closers[:1],
@@ -305,7 +309,7 @@ DEEPSEEK_4 = replace(
 
 MINICPM = ToolFormat(
     "minicpm",
-    Call.of(
+    CallForm.of(
         *('<function name="', NAME, '">'),
         Tagged('<param name="', '">', "</param>", wrap=("<![CDATA[", "]]>"), also=("parameter",)),
         "</function>",
@@ -316,7 +320,7 @@ MINICPM = ToolFormat(
 
 MUSE_SPARK = ToolFormat(
     "muse-spark",
-    Call.of(
+    CallForm.of(
         *('<atem:invoke name="', NAME, '">\n'),
         Tagged('<atem:parameter name="', '">', "</atem:parameter>", "\n", also=("parameter",)),
         "</atem:invoke>\n",
@@ -334,7 +338,7 @@ MUSE_SPARK = ToolFormat(
 
 KIMI_K3 = ToolFormat(
     "kimi-k3",
-    Call.of(
+    CallForm.of(
         *('<|open|>call tool="', NAME, '" index="', _NUMBER, '"<|sep|>'),
         Tagged(
             *('<|open|>argument key="', '"<|sep|>', "<|close|>argument<|sep|>"),
@@ -355,19 +359,19 @@ KIMI_K3 = ToolFormat(
 
 GEMMA_4 = ToolFormat(
     "gemma-4",
-    Call.of("<|tool_call>call:", NAME, Unquoted('<|"|>'), "<tool_call|>"),
+    CallForm.of("<|tool_call>call:", NAME, Unquoted('<|"|>'), "<tool_call|>"),
     parsers=("gemma4",),
 )
 
 FUNCTION_GEMMA = ToolFormat(
     "function-gemma",
-    Call.of("<start_function_call>call:", NAME, Unquoted("<escape>"), "<end_function_call>"),
+    CallForm.of("<start_function_call>call:", NAME, Unquoted("<escape>"), "<end_function_call>"),
     parsers=("function_gemma",),
 )
 
 LFM_2 = ToolFormat(
     "lfm-2",
-    Call.of(NAME, "(", KEYWORDS, ")"),
+    CallForm.of(NAME, "(", KEYWORDS, ")"),
     opening=("<|tool_call_start|>[",),
     between=(", ",),
     closing=("]<|tool_call_end|>",),
@@ -377,7 +381,7 @@ LFM_2 = ToolFormat(
 
 OLMO_3 = ToolFormat(
     "olmo-3",
-    Call.of(NAME, "(", KEYWORDS, ")"),
+    CallForm.of(NAME, "(", KEYWORDS, ")"),
     opening=("<function_calls>",),
     between=("\n",),
     closing=("</function_calls>",),

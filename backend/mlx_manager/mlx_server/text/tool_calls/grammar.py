@@ -14,7 +14,7 @@ from mlx_manager.mlx_server.core import Tool
 from mlx_manager.mlx_server.errors import InvalidParameter, OutOfRange
 from mlx_manager.mlx_server.formats import (
     Aside,
-    Call,
+    CallForm,
     Json,
     Keywords,
     Maybe,
@@ -259,7 +259,7 @@ class _Writer:
                 param=param,
             ) from error
 
-    def _bodies(self, call: Call) -> str:
+    def _bodies(self, call: CallForm) -> str:
         """Return the rule for the rest of a call after its head."""
         between, tail = self.pieces(call.middle), self.pieces(call.tail)
         ways = [

@@ -17,7 +17,7 @@ from mlx_manager.mlx_server.formats import (
     PYTHON_NAME,
     WORD,
     Aside,
-    Call,
+    CallForm,
     CallId,
     Json,
     Keywords,
@@ -166,7 +166,7 @@ def _closers(form: ToolFormat) -> tuple[str, ...]:
     return form.closers or tuple(_marks(last)[-1:])
 
 
-def _end(form: ToolFormat, call: Call) -> str:
+def _end(form: ToolFormat, call: CallForm) -> str:
     """Return the text that ends a call whose name precedes JSON; "" if there is none."""
     if call.arguments != JSON or call.keys:
         return ""
@@ -175,7 +175,7 @@ def _end(form: ToolFormat, call: Call) -> str:
     return next((mark for mark in ends if mark not in closers), "")
 
 
-def _around(form: ToolFormat, call: Call) -> list[str]:
+def _around(form: ToolFormat, call: CallForm) -> list[str]:
     """Return the markers before the brace of a call that is an object, or after another call."""
     if not call.keys:
         return [end] if (end := _end(form, call)) else []
@@ -226,7 +226,7 @@ def _after_opener(form: ToolFormat, pieces: Pieces) -> Pieces:
 # ---------------------------------------------------------------------------------------------
 
 
-def _beginnings(form: ToolFormat, call: Call) -> list[str]:
+def _beginnings(form: ToolFormat, call: CallForm) -> list[str]:
     """Return expressions for the beginning of a call, each of which ends in one of the groups."""
     head = _after_opener(form, call.head)
     match call.arguments:
@@ -245,7 +245,7 @@ def _beginnings(form: ToolFormat, call: Call) -> list[str]:
             return [f"(?P<block>{begin})"]
 
 
-def _in_json(form: ToolFormat, call: Call, head: Pieces) -> list[str]:
+def _in_json(form: ToolFormat, call: CallForm, head: Pieces) -> list[str]:
     """Return expressions for an object, or for a name with its arguments or the call's end."""
     if call.keys:
         return [r"(?P<object>\{)"]

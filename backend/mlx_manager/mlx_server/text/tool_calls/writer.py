@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_manager.mlx_server.core import ToolCall
 from mlx_manager.mlx_server.formats import (
-    Call,
+    CallForm,
     Json,
     Keywords,
     Pattern,
@@ -68,7 +68,7 @@ def _refused(text: str) -> Any:
     raise ValueError(f"{text} is no number")
 
 
-def _call(form: Call, call: ToolCall, number: int) -> str:
+def _call(form: CallForm, call: ToolCall, number: int) -> str:
     name = _json(call.name)[1:-1] if form.quotes_name else call.name
     head, middle, tail = (_pieces(p, number) for p in (form.head, form.middle, form.tail))
     return f"{head}{name}{middle}{_arguments(form, call)}{tail}"
@@ -85,7 +85,7 @@ def _pieces(pieces: Pieces, number: int = 0) -> str:
     return found
 
 
-def _arguments(form: Call, call: ToolCall) -> str:
+def _arguments(form: CallForm, call: ToolCall) -> str:
     """Return the arguments as text; broken JSON is written as it is, or as one argument."""
     found = call_object(call.arguments)
     given = found if isinstance(found, Mapping) else {"arguments": call.arguments}

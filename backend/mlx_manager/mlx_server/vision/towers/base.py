@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlx_manager.mlx_server import core
 from mlx_manager.mlx_server.devices import table as devices
-from mlx_manager.mlx_server.engine.images import Features, MRope
+from mlx_manager.mlx_server.engine.prompt_images import Features, MRope
 from mlx_manager.mlx_server.errors import InvalidParameter
 from mlx_manager.mlx_server.vision.layout import Layout
 
@@ -109,7 +109,7 @@ def under_vision_model(name: str) -> str:
 
 
 class VisionTower(ABC):
-    """A vision tower with its projector, of one checkpoint; see `engine.images.Tower`.
+    """A vision tower with its projector, of one checkpoint; see `engine.prompt_images.Tower`.
 
     Attributes:
         module: tower and projector; its parameters have the names that `renamed` gives.

@@ -13,7 +13,7 @@ import numpy as np
 from mlx import nn
 
 from mlx_manager.mlx_server import core
-from mlx_manager.mlx_server.engine.images import Features
+from mlx_manager.mlx_server.engine.prompt_images import Features
 from mlx_manager.mlx_server.vision.layout import Layout
 from mlx_manager.mlx_server.vision.pixels import rgb
 from mlx_manager.mlx_server.vision.towers.base import (

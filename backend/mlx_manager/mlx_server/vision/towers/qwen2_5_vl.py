@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.engine.images import Features
+from mlx_manager.mlx_server.engine.prompt_images import Features
 from mlx_manager.mlx_server.vision.towers.base import Checkpoint, expect_activation
 from mlx_manager.mlx_server.vision.towers.patches import Patches, PatchTower
 

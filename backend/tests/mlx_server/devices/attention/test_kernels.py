@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from thorough import every_other
 
-from mlx_manager.mlx_server.devices.attention import HEAD_DIMS
 from mlx_manager.mlx_server.devices.attention.check import (
     TOLERANCE,
-    Features,
+    AttentionFeatures,
+    AttentionProblem,
     FreshProblem,
-    Problem,
     as_written,
     difference,
     random_problem,
 )
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Rotary, Variant
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, AttentionVariant, Rotary
+from mlx_manager.mlx_server.devices.attention.kinds import HEAD_DIMS
 from mlx_manager.mlx_server.devices.attention.splits import BlockKind, Splits, plan
 from mlx_manager.mlx_server.devices.attention.writer import Pools
 from mlx_manager.mlx_server.devices.cuda.attention import decode as cuda
@@ -31,14 +31,14 @@ AMPERE = replace(DEVICE, block_memory=163 * 1024, multiprocessor_memory=164 * 10
 CONSUMER = replace(DEVICE, block_memory=99 * 1024, multiprocessor_memory=100 * 1024)
 NOWHERE = 1 << 28
 F32, I32 = mx.float32, mx.int32
-PLAIN = Features()
+PLAIN = AttentionFeatures()
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
     shape: AttentionShape
-    features: Features = PLAIN
+    features: AttentionFeatures = PLAIN
     lengths: tuple[int, ...] = (1, 16, 17, 0, 90, 300)
     divided: bool = True
     grown: int = 0  # tokens that every query gained since the work was planned
@@ -51,8 +51,8 @@ class Case:
         return cuda.launches_of(self.shape, self.device)[self.blocks]
 
     @property
-    def variant(self) -> Variant:
-        return Variant(
+    def variant(self) -> AttentionVariant:
+        return AttentionVariant(
             scale=self.shape.head_dim**-0.5,
             window=self.features.window,
             softcap=self.features.softcap,
@@ -61,12 +61,12 @@ class Case:
             rotary=self.rotary,
         )
 
-    def problem(self, seed: int = 0) -> Problem:
+    def problem(self, seed: int = 0) -> AttentionProblem:
         return random_problem(
             self.shape, self.features, self.lengths, seed=seed, unused_page=NOWHERE
         )
 
-    def splits(self, problem: Problem, blocks: int) -> Splits:
+    def splits(self, problem: AttentionProblem, blocks: int) -> Splits:
         return plan(
             np.maximum(problem.lengths - self.grown, 0),
             blocks_per_item=blocks,
@@ -86,22 +86,30 @@ CASES = [
     Case("llama-1b", shape(8, 2, 64, BF16)),
     Case("whole-contexts", shape(8, 2, 64, BF16), divided=False),
     Case("llama-8b-pages-of-32", shape(8, 2, 128, BF16, page=32)),
-    Case("window", shape(4, 2, 128, F16), Features(window=50)),
+    Case("window", shape(4, 2, 128, F16), AttentionFeatures(window=50)),
     Case("multi-head-80", shape(2, 2, 80, F16)),
-    Case("softcap-96", shape(6, 2, 96, BF16), Features(softcap=5.0)),
-    Case("sinks-window", shape(16, 2, 64, BF16), Features(window=70, sinks=True)),
-    Case("sinks-whole", shape(8, 1, 64, F16), Features(sinks=True), divided=False),
-    Case("gemma-256", shape(4, 2, 256, BF16), Features(window=64, softcap=20.0)),
+    Case("softcap-96", shape(6, 2, 96, BF16), AttentionFeatures(softcap=5.0)),
+    Case("sinks-window", shape(16, 2, 64, BF16), AttentionFeatures(window=70, sinks=True)),
+    Case("sinks-whole", shape(8, 1, 64, F16), AttentionFeatures(sinks=True), divided=False),
+    Case("gemma-256", shape(4, 2, 256, BF16), AttentionFeatures(window=64, softcap=20.0)),
     Case("multi-query-16", shape(16, 1, 128, BF16)),
     Case("multi-query-20", shape(20, 1, 64, BF16), lengths=(40, 100)),
     Case("grown", shape(8, 2, 64, BF16), lengths=(41, 60, 170, 400), grown=40),
-    Case("grown-window", shape(8, 2, 64, BF16), Features(window=90), (91, 170, 400), grown=90),
+    Case(
+        "grown-window",
+        shape(8, 2, 64, BF16),
+        AttentionFeatures(window=90),
+        (91, 170, 400),
+        grown=90,
+    ),
     Case("group-of-7", shape(14, 2, 64, F16), lengths=(100, 3)),
     Case("wide", shape(8, 2, 512, BF16)),
     Case("wide-multi-head", shape(2, 2, 512, F16), divided=False),
-    Case("wide-8-window", shape(8, 1, 512, BF16, page=32), Features(window=70)),
-    Case("wide-16-sinks", shape(16, 1, 512, F16), Features(softcap=5.0, sinks=True)),
-    Case("wide-11", shape(11, 1, 512, BF16), Features(sinks=True), (1, 100), divided=False),
+    Case("wide-8-window", shape(8, 1, 512, BF16, page=32), AttentionFeatures(window=70)),
+    Case("wide-16-sinks", shape(16, 1, 512, F16), AttentionFeatures(softcap=5.0, sinks=True)),
+    Case(
+        "wide-11", shape(11, 1, 512, BF16), AttentionFeatures(sinks=True), (1, 100), divided=False
+    ),
     Case("wide-two-warps", shape(16, 2, 512, F16), device=AMPERE),
     Case("wide-one-warp", shape(16, 1, 512, BF16), device=CONSUMER),
 ]
@@ -112,7 +120,10 @@ FUSED_CASES = [
     Case("llama", shape(8, 2, 64, BF16), rotary=Rotary(64, False, None)),
     Case("qwen3", shape(4, 2, 128, BF16, page=32), rotary=Rotary(128, False, 1e-6)),
     Case(
-        "phi-96-sinks", shape(6, 2, 96, F16), Features(sinks=True), rotary=Rotary(96, False, None)
+        "phi-96-sinks",
+        shape(6, 2, 96, F16),
+        AttentionFeatures(sinks=True),
+        rotary=Rotary(96, False, None),
     ),
     Case("odd-halves-80", shape(2, 2, 80, BF16), rotary=Rotary(80, False, 1e-5)),
     Case("partial", shape(8, 1, 64, F16), rotary=Rotary(32, False, None), divided=False),
@@ -120,7 +131,7 @@ FUSED_CASES = [
     Case(
         "window-256",
         shape(4, 2, 256, BF16),
-        Features(window=64),
+        AttentionFeatures(window=64),
         rotary=Rotary(256, False, 1e-6, values=True),
     ),
     Case("gated", shape(8, 2, 256, BF16), rotary=Rotary(64, False, 1e-6, gated=True)),
@@ -130,7 +141,7 @@ FUSED_CASES = [
     Case(
         "wide-16-partial",
         shape(16, 1, 512, F16),
-        Features(window=64),
+        AttentionFeatures(window=64),
         rotary=Rotary(128, False, 1e-6, values=True),
     ),
     Case(
@@ -144,10 +155,10 @@ METAL_CASES = [
     *CASES,
     Case("float32", shape(4, 2, 64, F32)),
     Case("rows-in-constant-space", shape(4, 2, 80, BF16), lengths=(70,)),
-    Case("72", shape(6, 2, 72, F16), Features(sinks=True)),
-    Case("112-window", shape(8, 2, 112, BF16), Features(window=50)),
+    Case("72", shape(6, 2, 72, F16), AttentionFeatures(sinks=True)),
+    Case("112-window", shape(8, 2, 112, BF16), AttentionFeatures(window=50)),
     Case("160-group-of-5", shape(5, 1, 160, F16), divided=False),
-    Case("192-softcap", shape(8, 1, 192, BF16), Features(softcap=5.0)),
+    Case("192-softcap", shape(8, 1, 192, BF16), AttentionFeatures(softcap=5.0)),
 ]
 METAL_FUSED_CASES = [
     Case("72-fused", shape(6, 2, 72, BF16), rotary=Rotary(72, False, 1e-6, values=True)),
@@ -172,7 +183,7 @@ def poison(shape: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
     return stored(np.full(shape, np.nan, np.float32), dtype)
 
 
-def pages_of(problem: Problem, splits: Splits) -> list[np.ndarray]:
+def pages_of(problem: AttentionProblem, splits: Splits) -> list[np.ndarray]:
     dtype = problem.shape.dtype
     sinks = np.zeros(1, np.float32) if problem.sinks is None else problem.sinks
     return [
@@ -185,20 +196,20 @@ def pages_of(problem: Problem, splits: Splits) -> list[np.ndarray]:
     ]
 
 
-def queries_of(problem: Problem | FreshProblem) -> list[np.ndarray]:
+def queries_of(problem: AttentionProblem | FreshProblem) -> list[np.ndarray]:
     match problem:
-        case Problem():
+        case AttentionProblem():
             return [stored(problem.q, problem.shape.dtype)]
         case FreshProblem(ready, _, qkv, rotation, norms):
             bits = stored(norms, ready.shape.dtype)
             return [stored(qkv, ready.shape.dtype), rotation, bits[0].copy(), bits[1].copy()]
 
 
-def written_of(problem: Problem | FreshProblem) -> list[np.ndarray]:
-    return [np.zeros(1, np.int32)] if isinstance(problem, Problem) else []
+def written_of(problem: AttentionProblem | FreshProblem) -> list[np.ndarray]:
+    return [np.zeros(1, np.int32)] if isinstance(problem, AttentionProblem) else []
 
 
-def assert_written(problem: Problem, pages: list[np.ndarray]) -> None:
+def assert_written(problem: AttentionProblem, pages: list[np.ndarray]) -> None:
     for pool, expected in zip(pages[:2], (problem.k_pool, problem.v_pool), strict=True):
         assert as_written(loaded(pool, problem.shape.dtype), expected)
 
@@ -217,9 +228,9 @@ class Cuda:
         self.cases = {case.name: i for i, case in enumerate(cases)}
         self.library = compile_cuda([cuda_entry(case) for case in cases])
 
-    def attend(self, case: Case, problem: Problem | FreshProblem) -> np.ndarray:
+    def attend(self, case: Case, problem: AttentionProblem | FreshProblem) -> np.ndarray:
         shape = case.shape
-        ready = problem if isinstance(problem, Problem) else problem.unwritten()
+        ready = problem if isinstance(problem, AttentionProblem) else problem.unwritten()
         launch = case.launch
         blocks = cuda.blocks_per_item(shape)
         splits = case.splits(ready, blocks)
@@ -256,9 +267,9 @@ class Metal:
             entries.append((merge, (F32, F32, I32, F32), (dtype,)))
         self.library = compile_metal(entries)
 
-    def attend(self, case: Case, problem: Problem | FreshProblem) -> np.ndarray:
+    def attend(self, case: Case, problem: AttentionProblem | FreshProblem) -> np.ndarray:
         shape = case.shape
-        ready = problem if isinstance(problem, Problem) else problem.unwritten()
+        ready = problem if isinstance(problem, AttentionProblem) else problem.unwritten()
         heads = metal.heads_per_block(shape)
         blocks = shape.kv_heads * -(-shape.group // heads)
         splits = case.splits(ready, blocks)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_manager.mlx_server.devices.attention import (
+from mlx_manager.mlx_server.devices.attention.check import (
+    AttentionFeatures,
+    check_chunks,
+    self_check,
+)
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Rotary
+from mlx_manager.mlx_server.devices.attention.kinds import (
     HEAD_DIMS,
-    AttentionShape,
-    Features,
-    Rotary,
     build,
     build_chunks,
     build_expansion,
 )
-from mlx_manager.mlx_server.devices.attention.check import check_chunks, self_check
 from mlx_manager.mlx_server.devices.cuda.mla import latent
 from mlx_manager.mlx_server.devices.cuda.mla.check import (
     check_expansion,
@@ -62,7 +64,12 @@ def test_heads_of_some_sizes_are_served_on_a_mac_alone(head_dim, monkeypatch):
 @pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
 @pytest.mark.parametrize("head_dim", metal.HEAD_DIMS if mx.metal.is_available() else HEAD_DIMS)
 @pytest.mark.parametrize(
-    "features", [Features(), Features(window=100, softcap=30.0), Features(sinks=True)]
+    "features",
+    [
+        AttentionFeatures(),
+        AttentionFeatures(window=100, softcap=30.0),
+        AttentionFeatures(sinks=True),
+    ],
 )
 def test_kernels_pass_their_self_check(head_dim, features):
     kernels = build(shape(head_dim))
@@ -93,7 +100,12 @@ def test_values_that_are_normed_and_queries_alone_pass_the_self_check(head_dim, 
 @pytest.mark.skipif(not on_gpu() or mx.metal.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(
-    "features", [Features(), Features(window=100, softcap=30.0), Features(sinks=True)]
+    "features",
+    [
+        AttentionFeatures(),
+        AttentionFeatures(window=100, softcap=30.0),
+        AttentionFeatures(sinks=True),
+    ],
 )
 def test_kernels_for_chunks_pass_their_check(head_dim, features):
     kernels = build_chunks(shape(head_dim))

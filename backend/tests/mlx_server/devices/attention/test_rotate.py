@@ -30,7 +30,7 @@ from mlx_manager.mlx_server.devices.attention.check import (
     random_problem,
     self_check,
 )
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Rotary, Variant
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, AttentionVariant, Rotary
 from mlx_manager.mlx_server.devices.attention.splits import plan
 from mlx_manager.mlx_server.devices.cuda.attention import decode as cuda
 from mlx_manager.mlx_server.devices.metal import attention as metal
@@ -147,7 +147,7 @@ def test_a_prompt_and_a_decode_step_leave_the_same_bits(
 ):
     of = shape(8, 2, 64, BF16)
     problem = FreshProblem.of(random_problem(of, lengths=(1, 16, 17, 0, 90)), rotary)
-    variant = Variant(1.0, None, None, sinks=False, divided=False, rotary=rotary)
+    variant = AttentionVariant(1.0, None, None, sinks=False, divided=False, rotary=rotary)
     fresh = (BF16, F32, BF16, BF16, BF16, BF16, I32, I32, I32, F32)
     splits = plan(problem.ready.lengths, blocks_per_item=2, blocks_wanted=1)
     if backend == "cuda":

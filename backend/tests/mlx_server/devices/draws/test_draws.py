@@ -13,13 +13,13 @@ from thorough import ALL
 from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.devices.draws import checked, kernel
 from mlx_manager.mlx_server.devices.draws.chances import chances, seed_of
-from mlx_manager.mlx_server.devices.draws.check import CHANCES, Problem, random_problem, row_of
-from mlx_manager.mlx_server.devices.draws.kernel import Form
+from mlx_manager.mlx_server.devices.draws.check import CHANCES, DrawProblem, random_problem, row_of
+from mlx_manager.mlx_server.devices.draws.kernel import LaunchForm
 from mlx_manager.mlx_server.engine.sampling import SamplerState, SamplingBatch, sample_portably
 
 BF16, F16, F32, U32 = mx.bfloat16, mx.float16, mx.float32, mx.uint32
 DTYPES = (BF16, F16, F32)
-SMALL = Form(64, 2)
+SMALL = LaunchForm(64, 2)
 NEVER = 2**32 - 1
 WHOLE = {"cuda": kernel.ON_CUDA, "metal": kernel.ON_METAL}
 
@@ -49,7 +49,7 @@ class Emulated:
         )
         return mx.array(tokens), mx.array(following)
 
-    def solve(self, problem: Problem, dtype: mx.Dtype, form: Form = SMALL) -> np.ndarray:
+    def solve(self, problem: DrawProblem, dtype: mx.Dtype, form: LaunchForm = SMALL) -> np.ndarray:
         logits = mx.array(problem.logits).astype(dtype)
         given = map(mx.array, (problem.parameters, *problem.origins))
         return np.array(self.draw(logits, *given, form)[0])
@@ -60,10 +60,10 @@ def emulated(request) -> Emulated:
     return Emulated(request.param, request.getfixturevalue(f"compile_{request.param}"))
 
 
-def problem_of(rows, parameters, decided) -> Problem:
+def problem_of(rows, parameters, decided) -> DrawProblem:
     """Values that float32 has."""
     numbers = [np.array(each, np.float32) for each in (rows, parameters, decided)]
-    return Problem(*numbers)
+    return DrawProblem(*numbers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -76,7 +76,7 @@ def test_every_row_draws_what_its_chance_says(emulated, dtype, vocabulary):
 def test_a_block_as_large_as_on_a_device_takes_several_turns(emulated):
     vocabulary = 4 * 256 * emulated.whole.threads // 32 + 296
     problem = random_problem(vocabulary, BF16, CHANCES[2:3])
-    some = Problem(problem.logits[::11], problem.parameters[::11], problem.chances[::11])
+    some = DrawProblem(problem.logits[::11], problem.parameters[::11], problem.chances[::11])
     assert some.mistake(emulated.solve(some, BF16, emulated.whole)) is None
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from devices.front_end import PYTHON, Kernel, judged
 
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Rotary, Variant
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, AttentionVariant, Rotary
 from mlx_manager.mlx_server.devices.attention.writer import Pools
 from mlx_manager.mlx_server.devices.draws import kernel as draws
 from mlx_manager.mlx_server.devices.kernel import KernelSource
@@ -51,8 +51,8 @@ def attention(dim: int, dtype: mx.Dtype) -> list[KernelSource]:
         variant
         for rotary in (None, *rotaries)
         for variant in (
-            Variant(0.1, None, None, sinks=False, divided=False, rotary=rotary),
-            Variant(0.1, 64, 30.0, sinks=True, divided=True, rotary=rotary),
+            AttentionVariant(0.1, None, None, sinks=False, divided=False, rotary=rotary),
+            AttentionVariant(0.1, 64, 30.0, sinks=True, divided=True, rotary=rotary),
         )
     ]
     return [

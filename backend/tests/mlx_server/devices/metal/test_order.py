@@ -15,8 +15,8 @@ from engine.rig import HandRig, alone, prompt
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.devices import table as devices
-from mlx_manager.mlx_server.devices.attention import KernelSet
-from mlx_manager.mlx_server.execution.attention.paged import Reading
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
+from mlx_manager.mlx_server.execution.attention.paged import KeyAccess
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.forward import FusedForward
 from mlx_manager.mlx_server.execution.forward import Forward
@@ -35,15 +35,15 @@ def fused(model, size: int, kernels: KernelSet) -> Forward:
 
 
 def ragged(model, size: int, kernels: KernelSet) -> Forward:
-    return RaggedForward(model, size, Reading.PAGES, kernels, plainly)
+    return RaggedForward(model, size, KeyAccess.PAGES, kernels, plainly)
 
 
 def separate(model, size: int, kernels: KernelSet) -> Forward:
-    return SeparateForward(model, size, Reading.PAGES, kernels, plainly)
+    return SeparateForward(model, size, KeyAccess.PAGES, kernels, plainly)
 
 
 def gathered(model, size: int, kernels: KernelSet) -> Forward:
-    return SeparateForward(model, size, Reading.GATHERED, kernels, plainly)
+    return SeparateForward(model, size, KeyAccess.GATHERED, kernels, plainly)
 
 
 WAYS = [fused, ragged, separate, gathered]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_manager.mlx_server.engine.scheduler.load import Load
+from mlx_manager.mlx_server.engine.scheduler.load import StepLoad
 from mlx_manager.mlx_server.engine.scheduler.pace import (
     BOLDNESS,
     BUSY,
@@ -22,7 +22,7 @@ from mlx_manager.mlx_server.engine.scheduler.pace import (
 )
 
 MOST, PAGE = 512, 16
-EIGHT = Load(rows=8)
+EIGHT = StepLoad(rows=8)
 
 
 @dataclass
@@ -40,29 +40,29 @@ class Machine:
     odd: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
-    def law(self, load: Load) -> float:
+    def law(self, load: StepLoad) -> float:
         seconds = self.step + self.row * load.rows if load.rows else 0.0
         if load.tokens:
             seconds += self.chunk + self.token * load.tokens
             seconds += self.seen * load.seen + self.context * load.context
         return seconds
 
-    def run(self, pace: Pace, load: Load) -> float:
+    def run(self, pace: Pace, load: StepLoad) -> float:
         """The step's length as a multiple of what it would be without prompts."""
         seconds = self.law(load) * self.rng.uniform(1 - self.noise, 1 + self.noise)
         pace.observe(seconds * (5 if self.rng.random() < self.odd else 1), load)
-        return self.law(load) / self.law(Load(load.rows)) if load.rows else 1.0
+        return self.law(load) / self.law(StepLoad(load.rows)) if load.rows else 1.0
 
     def idle(self, pace: Pace, rows: int, steps: int = 60) -> None:
         for _ in range(steps):
-            self.run(pace, Load(rows))
+            self.run(pace, StepLoad(rows))
 
     def prompt(self, pace: Pace, rows: int, length: int, begin: int = 0) -> list[Chunk]:
         chunks = []
         while begin < length:
-            given = pace.budget(1)(Load(rows), begin) // PAGE * PAGE
+            given = pace.budget(1)(StepLoad(rows), begin) // PAGE * PAGE
             assert PAGE <= given <= MOST
-            load = Load(rows).with_chunk(begin, min(given, length - begin))
+            load = StepLoad(rows).with_chunk(begin, min(given, length - begin))
             chunks.append(Chunk(begin, load.tokens, self.run(pace, load)))
             begin += load.tokens
         return chunks
@@ -85,19 +85,19 @@ def taught(machine: Machine, rows: int = 8) -> Pace:
 
 
 def test_with_nobody_waiting_for_a_token_a_prompt_gets_all_there_is() -> None:
-    assert Pace(MOST, PAGE).budget(1)(Load(), 0) == MOST
-    assert taught(Machine(token=1e-4)).budget(3)(Load(), 0) == MOST
+    assert Pace(MOST, PAGE).budget(1)(StepLoad(), 0) == MOST
+    assert taught(Machine(token=1e-4)).budget(3)(StepLoad(), 0) == MOST
 
 
-def alone(machine: Machine, length: int) -> tuple[list[Load], float]:
+def alone(machine: Machine, length: int) -> tuple[list[StepLoad], float]:
     """A prompt's steps while nothing else is there, and the seconds of large ones."""
     pace = Pace(MOST, PAGE)
     machine.prompt(pace, 0, length)
     chunks = machine.prompt(pace, 0, length)
     whole = (
-        Load().with_chunk(begin, min(MOST, length - begin)) for begin in range(0, length, MOST)
+        StepLoad().with_chunk(begin, min(MOST, length - begin)) for begin in range(0, length, MOST)
     )
-    return [Load().with_chunk(c.before, c.tokens) for c in chunks], sum(map(machine.law, whole))
+    return [StepLoad().with_chunk(c.before, c.tokens) for c in chunks], sum(map(machine.law, whole))
 
 
 @pytest.mark.parametrize("token", [1e-4, 3e-4, 7e-4])
@@ -143,24 +143,24 @@ def test_a_crowd_that_came_at_once_does_not_make_later_prompts_crawl() -> None:
     pace, machine = Pace(MOST, PAGE), Machine()
     # A burst begins: its steps are all with prompts, the rows that have begun beside them.
     for rows in range(0, 40, 8):
-        machine.run(pace, Load(rows).with_chunk(0, MOST))
+        machine.run(pace, StepLoad(rows).with_chunk(0, MOST))
     given = []
     for _ in range(60):
-        tokens = pace.budget(1)(Load(40), 0)
+        tokens = pace.budget(1)(StepLoad(40), 0)
         given.append(tokens)
-        machine.run(pace, Load(40).with_chunk(0, tokens) if tokens else Load(40))
+        machine.run(pace, StepLoad(40).with_chunk(0, tokens) if tokens else StepLoad(40))
     assert given[0] == 0
     # What a step of 40 rows leaves room for.
-    fair = (STRETCH - 1) * machine.law(Load(40)) / machine.token
+    fair = (STRETCH - 1) * machine.law(StepLoad(40)) / machine.token
     assert given[-1] >= fair / 2
 
 
 def test_steps_of_many_more_rows_than_ever_have_one_alone_now_and_then() -> None:
     pace, machine = Pace(MOST, PAGE), Machine()
     machine.idle(pace, 8)
-    assert [pace.budget(1)(Load(rows), 0) > 0 for rows in (8, 16, 17)] == [True, True, False]
-    machine.run(pace, Load(17))
-    assert pace.budget(1)(Load(34), 0) > 0
+    assert [pace.budget(1)(StepLoad(rows), 0) > 0 for rows in (8, 16, 17)] == [True, True, False]
+    machine.run(pace, StepLoad(17))
+    assert pace.budget(1)(StepLoad(34), 0) > 0
 
 
 def test_from_the_first_prompt_on_steps_hardly_exceed_what_they_may_take() -> None:
@@ -181,7 +181,7 @@ def test_a_step_takes_what_it_may_however_far_its_prompt_has_come(
     pace = taught(machine)
     for step in machine.prompt(pace, 8, 6000)[4:-1]:
         bounded = step.tokens == MOST
-        longer = Load(8).with_chunk(step.before, step.tokens + 2 * PAGE)
+        longer = StepLoad(8).with_chunk(step.before, step.tokens + 2 * PAGE)
         assert step.stretch <= STRETCH * 1.1 or step.tokens == PAGE
         assert bounded or machine.law(longer) / machine.law(EIGHT) >= STRETCH * 0.9
 
@@ -293,14 +293,14 @@ def test_one_odd_step_does_not_undo_what_was_learnt() -> None:
 MAC = StepLimits(first=256, seconds=0.3, least_by_host=True)
 
 
-def macs(machine: Machine, rows: int = 0, limits: StepLimits = MAC) -> tuple[Pace, list[Load]]:
+def macs(machine: Machine, rows: int = 0, limits: StepLimits = MAC) -> tuple[Pace, list[StepLoad]]:
     """A Mac's pace after a long prompt beside so many rows, and the prompt's steps."""
     pace = Pace(2048, 256, 1, limits)
     machine.idle(pace, rows)
     steps, begun = [], 0
     while begun < 20_000:
         # As many prompts as rows, or more, so that these give way.
-        load = Load(rows)
+        load = StepLoad(rows)
         tokens = pace.budget(rows + 1)(load, begun)
         load = load.with_chunk(begun, tokens)
         steps.append(load)
@@ -354,8 +354,8 @@ def test_before_it_is_known_what_a_token_costs_a_stream_waits_for_few_of_them() 
 @given(before=st.integers(0, 200_000), tokens=st.integers(1, 2048))
 def test_a_chunk_sees_no_more_than_there_is_memory_for(before: int, tokens: int) -> None:
     pace = Pace(2048, 16, 1, StepLimits(seen=1e6))
-    pace.observe(0.01, Load().with_chunk(0, tokens))
-    given = pace.budget(1)(Load(), before)
+    pace.observe(0.01, StepLoad().with_chunk(0, tokens))
+    given = pace.budget(1)(StepLoad(), before)
     assert given * (before + given) <= 1e6 or given == FEWEST
     assert given >= FEWEST
 
@@ -364,7 +364,7 @@ def burst(machine: Machine, pace: Pace, wanted: int) -> list[int]:
     """The tokens of steps that have nothing but prompts of 512 tokens to do."""
     given = []
     for _ in range(8):
-        load, budget = Load(), pace.budget(1, wanted)
+        load, budget = StepLoad(), pace.budget(1, wanted)
         while (tokens := min(budget(load, 0), 512)) > 0:
             load = load.with_chunk(0, tokens)
         given.append(load.tokens)
@@ -381,7 +381,7 @@ def test_where_steps_are_short_a_burst_has_longer_ones_each_twice_as_long_at_mos
 def test_longer_steps_of_a_burst_are_short(token: float) -> None:
     machine, pace = Machine(token=token, seen=0), Pace(2048, 256, grain=128)
     longest = max(burst(machine, pace, 8192))
-    load = Load().with_chunk(0, longest)
+    load = StepLoad().with_chunk(0, longest)
     assert longest == 2048 or machine.law(load) <= SHORT * 1.05
     assert longest == 8192 or machine.law(load.with_chunk(0, 2048)) > SHORT
     assert pace.is_short(longest) or longest == 2048
@@ -391,8 +391,8 @@ def test_one_long_prompt_alone_has_longer_steps_as_well() -> None:
     machine, pace = Machine(token=5e-6, seen=0), Pace(2048, 256, grain=128)
     given = []
     for _ in range(4):
-        given.append(pace.budget(1, 8192)(Load(), 0))
-        machine.run(pace, Load().with_chunk(0, given[-1]))
+        given.append(pace.budget(1, 8192)(StepLoad(), 0))
+        machine.run(pace, StepLoad().with_chunk(0, given[-1]))
     assert given == [2048, 4096, 8192, 8192]
 
 
@@ -430,13 +430,13 @@ def test_the_budget_is_always_within_its_limits(
 ) -> None:
     pace = Pace(MOST, PAGE)
     for seconds, running, tokens, start in steps:
-        load = Load(running)
+        load = StepLoad(running)
         pace.observe(seconds, load.with_chunk(start, tokens) if tokens else load)
     known = max([running for _, running, tokens, _ in steps if not tokens], default=0)
     budget = pace.budget(prompts)
     least = 0 if prompts <= rows and rows > LIKE * known else PAGE
-    assert least <= budget(Load(rows), before) <= MOST
-    besides = budget(Load(rows).with_chunk(0, taken) if taken else Load(rows), before)
+    assert least <= budget(StepLoad(rows), before) <= MOST
+    besides = budget(StepLoad(rows).with_chunk(0, taken) if taken else StepLoad(rows), before)
     assert besides <= MOST - taken
     assert besides >= 0 or taken > PAGE
 
@@ -444,8 +444,8 @@ def test_the_budget_is_always_within_its_limits(
 @given(rows=st.integers(0, 200), before=st.integers(0, 8000), seconds=st.floats(1e-3, 0.1))
 def test_steps_come_in_few_sizes(rows, before, seconds):
     pace = Pace(2048, 256, grain=128)
-    load = Load(rows=rows)
-    pace.observe(seconds, Load(rows=rows))
+    load = StepLoad(rows=rows)
+    pace.observe(seconds, StepLoad(rows=rows))
     pace.observe(2 * seconds, load.with_chunk(before, 512))
     tokens = pace.budget(0)(load, before)
     # Beside very many rows there may be no such size.

@@ -19,7 +19,7 @@ from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler.fairness import LATELY
-from mlx_manager.mlx_server.engine.scheduler.load import Budget, Load
+from mlx_manager.mlx_server.engine.scheduler.load import Budget, StepLoad
 from mlx_manager.mlx_server.engine.scheduler.prefixes import PagePrefixes
 from mlx_manager.mlx_server.engine.scheduler.schedule import Schedule
 from mlx_manager.mlx_server.engine.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -146,7 +146,7 @@ class World:
             assert p.final or p.sequence.computed % self.page_size == 0 or p.tokens == budget
         spent = sum(p.tokens for p in schedule.prefills)
         assert spent <= budget
-        load = Load(len(schedule.rows))
+        load = StepLoad(len(schedule.rows))
         for p in schedule.prefills:
             load = load.with_chunk(p.sequence.computed - p.tokens, p.tokens)
         assert schedule.load == load
@@ -481,7 +481,7 @@ def test_what_is_ahead_is_counted_of_all_prompts_and_of_the_shortest() -> None:
 def test_a_prompt_gets_what_is_left_at_the_place_it_has_come_to() -> None:
     asked: list[tuple[int, int, int]] = []
 
-    def budget(load: Load, before: int) -> int:
+    def budget(load: StepLoad, before: int) -> int:
         asked.append((load.tokens, load.seen, before))
         return 12 - load.tokens if before < 16 else 4
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from engine.rig import HandRig, Row, prompt
 
-from mlx_manager.mlx_server.engine.scheduler.load import Load
+from mlx_manager.mlx_server.engine.scheduler.load import StepLoad
 from mlx_manager.mlx_server.engine.speculation.acceptance import EXPECTED
 from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
 from mlx_manager.mlx_server.engine.speculation.speculation import (
@@ -28,7 +28,7 @@ def rows_of(rig: HandRig, count: int) -> list[Row]:
 
 def lengths(speculation: Speculation, rows: list[Row], most: int = 1 << 20) -> list[int]:
     sequences = [row.sequence for row in rows]
-    chosen = speculation.choose(sequences, Load(len(rows)), most)
+    chosen = speculation.choose(sequences, StepLoad(len(rows)), most)
     return [len(proposal.tokens) for _, proposal in chosen]
 
 
@@ -76,7 +76,7 @@ async def test_dear_drafts_are_shorter(llama: Path) -> None:
         (row,) = rows_of(rig, 1)
         cheap, dear = of(1.0), of(1.0)
         for count in (1, 2, 4, 8) * 8:
-            load = Load(1).with_draft(count)
+            load = StepLoad(1).with_draft(count)
             cheap.observe(1.0 + 0.01 * count, load)
             dear.observe(1.0 + 0.6 * count, load)
         [many], [few] = lengths(cheap, [row]), lengths(dear, [row])
@@ -120,7 +120,7 @@ async def test_with_auto_an_answer_that_repeats_itself_takes_fewer_steps(llama: 
 async def test_one_slow_step_does_not_end_all_trying(llama: Path) -> None:
     async with HandRig(llama) as rig:
         rows, speculation = rows_of(rig, 1), of(1.0)
-        speculation.observe(30.0, Load(1).with_draft(2))
+        speculation.observe(30.0, StepLoad(1).with_draft(2))
         found = [len(lengths(speculation, rows)) for _ in range(200)]
         assert 1 in found
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_manager.mlx_server.engine.scheduler.load import Load
+from mlx_manager.mlx_server.engine.scheduler.load import StepLoad
 from mlx_manager.mlx_server.engine.scheduler.schedule import Schedule
 from mlx_manager.mlx_server.engine.scores import Scores
 from mlx_manager.mlx_server.engine.step.batch import Batch
@@ -42,7 +42,7 @@ class Journal:
     def launch(self, schedule: Schedule, last: SampledStep | None) -> LaunchedStep:
         self.lines.append(f"launch {self._count}")
         self.after.append(None if last is None else last.load.rows)
-        return LaunchedStep(Batch(()), TOKENS, Load(self._count), Scores())
+        return LaunchedStep(Batch(()), TOKENS, StepLoad(self._count), Scores())
 
     def share_prompts(self) -> None:
         self.lines.append("share")

@@ -18,13 +18,11 @@ from mlx import nn
 from mlx_lm.models import llama
 
 from mlx_manager.mlx_server.devices import table as devices
-from mlx_manager.mlx_server.devices.attention import (
-    HEAD_DIMS,
-    AttentionShape,
-    KernelSet,
-    Splits,
-    splits,
-)
+from mlx_manager.mlx_server.devices.attention import splits
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
+from mlx_manager.mlx_server.devices.attention.kinds import HEAD_DIMS
+from mlx_manager.mlx_server.devices.attention.splits import Splits
 from mlx_manager.mlx_server.devices.cuda.attention import chunk_plan
 from mlx_manager.mlx_server.devices.namespaces import namespaces_of
 from mlx_manager.mlx_server.engine.kv import store
@@ -34,9 +32,9 @@ from mlx_manager.mlx_server.execution.attention import paged as attention
 from mlx_manager.mlx_server.execution.attention.paged import (
     GROUP_SPREAD,
     SLICE_TOKENS,
+    KeyAccess,
     PagedLayer,
     Pass,
-    Reading,
     Span,
     StepPlan,
     attend,
@@ -152,7 +150,7 @@ class Scene:
         own = [a[:, -row.queries :] for a, row in zip(arrays, self.case.rows, strict=True)]
         return self._cast(np.concatenate(own, axis=1).swapaxes(0, 1)[:, :, None])
 
-    def attend(self, reading: Reading = Reading.PAGES) -> np.ndarray:
+    def attend(self, reading: KeyAccess = KeyAccess.PAGES) -> np.ndarray:
         """(tokens, heads, value_dim) as the paged layer computes it, all rows in one pass."""
         layer = PagedLayer(
             self.store, reading, Pass(StepPlan(self.spans, self.case.page_size), chunk=False)
@@ -167,7 +165,7 @@ class Scene:
     def attend_chunk(self) -> np.ndarray:
         """The same for a single row that goes through the model as (1, tokens)."""
         layer = PagedLayer(
-            self.store, Reading.PAGES, Pass(StepPlan(self.spans, self.case.page_size), chunk=True)
+            self.store, KeyAccess.PAGES, Pass(StepPlan(self.spans, self.case.page_size), chunk=True)
         )
 
         def chunk(arrays: list[np.ndarray]) -> mx.array:
@@ -378,7 +376,7 @@ def test_gathered_arrays_and_their_mask_give_the_same(case: Case, one_chunk: boo
         """(rows, heads, queries, dim)."""
         return mx.array(np.stack([a[:, -queries:] for a in arrays]))
 
-    layer = PagedLayer(scene.store, Reading.GATHERED, Pass(plan, chunk=one_chunk))
+    layer = PagedLayer(scene.store, KeyAccess.GATHERED, Pass(plan, chunk=one_chunk))
     keys, values = layer.update_and_fetch(whole(scene.keys), whole(scene.values))
     mask = layer.make_mask(queries)
     assert isinstance(mask, mx.array)
@@ -387,7 +385,7 @@ def test_gathered_arrays_and_their_mask_give_the_same(case: Case, one_chunk: boo
     )
     got = np.array(out).swapaxes(1, 2).reshape(-1, case.heads, case.shape.value_dim)
     agree(case, got, scene.expected())
-    grouped = PagedLayer(scene.store, Reading.GROUPED, Pass(plan, chunk=one_chunk))
+    grouped = PagedLayer(scene.store, KeyAccess.GROUPED, Pass(plan, chunk=one_chunk))
     with_groups = grouped.make_mask(queries)
     assert isinstance(with_groups, mx.array)
     assert mx.array_equal(with_groups[:, 0], mask)
@@ -531,7 +529,7 @@ def test_a_long_chunk_of_many_heads_does_not_hold_all_its_scores_at_once() -> No
     store = LayerStore(LayerShape(2, 16, 16, mx.float32), 16)
     store.resize(context // 16)
     span = Span(PageTable(range(context // 16)), context, queries)
-    layer = PagedLayer(store, Reading.PAGES, Pass(StepPlan([span], 16)))
+    layer = PagedLayer(store, KeyAccess.PAGES, Pass(StepPlan([span], 16)))
     given_queries = mx.random.normal((queries, heads, 1, 16))
     mx.eval(given_queries)
     before = mx.get_active_memory()

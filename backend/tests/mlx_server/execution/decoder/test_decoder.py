@@ -27,7 +27,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.mla import QuantizedMultiLinear
 from thorough import one_in_turn
 
-from mlx_manager.mlx_server.devices.attention import AttentionShape, KernelSet, Splits
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
+from mlx_manager.mlx_server.devices.attention.splits import Splits
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Packed
 from mlx_manager.mlx_server.devices.cuda.mla import expansion
 from mlx_manager.mlx_server.engine.kv.pages import PageTable

@@ -20,8 +20,9 @@ from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.devices import table as devices
-from mlx_manager.mlx_server.devices.attention import Expansion, KernelSet
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.devices.cuda.mla import expansion
+from mlx_manager.mlx_server.devices.cuda.mla.expansion import Expansion
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.errors import GenerationFailed
 from mlx_manager.mlx_server.execution.decoder import decoder as decoders

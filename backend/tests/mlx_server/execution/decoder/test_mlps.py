@@ -13,7 +13,7 @@ from execution.decoder.common_decoders import EXPERTS, make
 from mlx import nn
 
 from mlx_manager.mlx_server.devices.cuda.compiler import launch
-from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
+from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
 from mlx_manager.mlx_server.execution.decoder.layers import Block
 from mlx_manager.mlx_server.execution.decoder.projections import Normed, Sum, norm_of
 from mlx_manager.mlx_server.execution.spec.decoder import DecoderSpec

@@ -8,8 +8,8 @@ import pytest
 from execution.decoder.common_decoders import LATENT, make
 from mlx import nn
 
-from mlx_manager.mlx_server.devices.attention import KernelSet
 from mlx_manager.mlx_server.devices.attention.check import difference
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.devices.cuda.mla import expansion
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.engine.kv.pages import PageTable

@@ -30,7 +30,7 @@ from mlx_lm.models import (
     mistral4,
 )
 
-from mlx_manager.mlx_server.devices.cuda.matmul.factors import Scoring
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import ExpertScoring
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.execution.decoder.check import check
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
@@ -132,7 +132,7 @@ def routed_layer(module, name: str, changes: dict) -> nn.Module:
 
 def scores_of(routing: RoutingSpec, logits: mx.array) -> np.ndarray:
     """(rows, experts): what experts are weighted by, those that are not chosen by 0."""
-    sigmoid = routing.scoring is Scoring.SIGMOID
+    sigmoid = routing.scoring is ExpertScoring.SIGMOID
     scores = np.array(mx.sigmoid(logits) if sigmoid else mx.softmax(logits, axis=-1))
     by = scores if routing.bias is None else scores + np.array(routing.bias)
     last = np.argsort(-by, axis=1)[:, routing.chosen :]

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from linux import needs_linux
 
-from mlx_manager.mlx_server.text.grammar.sandbox import Sandbox, Verdict, Vocabulary
+from mlx_manager.mlx_server.text.grammar.sandbox import Sandbox, SandboxVocabulary, Verdict
 from mlx_manager.mlx_server.utils.daemon_threads import AbandonedError, Waiting
 from mlx_manager.sandbox import read_frame, write_frame
 
-MODEL = Vocabulary(5000, {"<|end|>": 4999, "<tool_call>": 4321}, 4999)
+MODEL = SandboxVocabulary(5000, {"<|end|>": 4999, "<tool_call>": 4321}, 4999)
 RULES = "start: r0\n" + "".join(f'r{i}: r{i + 1} "a"\n' for i in range(9000)) + 'r9000: "x"\n'
 # That names which fit one fit no other is found out for each two.
 ENDLESS = {"patternProperties": {f"^a{i}[a-z]*$": {"type": "string"} for i in range(900)}}

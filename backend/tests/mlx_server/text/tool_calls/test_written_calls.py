@@ -16,7 +16,15 @@ from text.tool_calls.test_forced_calls import every_format, tokenizer_of
 from thorough import ALL
 
 from mlx_manager.mlx_server.core import Tool, ToolCall
-from mlx_manager.mlx_server.formats import JSON, NAME, Call, Tagged, ToolFormat, Unquoted, texts_of
+from mlx_manager.mlx_server.formats import (
+    JSON,
+    NAME,
+    CallForm,
+    Tagged,
+    ToolFormat,
+    Unquoted,
+    texts_of,
+)
 from mlx_manager.mlx_server.text.tool_calls.formats import FORMATS
 from mlx_manager.mlx_server.text.tool_calls.patterns import patterns_of
 from mlx_manager.mlx_server.text.tool_calls.writer import write_calls
@@ -345,19 +353,19 @@ def test_a_format_is_written_forced_and_read_as_its_golden_text_says(form: ToolF
 MADE_UP = [
     ToolFormat(
         "nova",
-        Call.of('<|call|>{"tool": "', NAME, '", "input": ', JSON, "}<|/call|>"),
+        CallForm.of('<|call|>{"tool": "', NAME, '", "input": ', JSON, "}<|/call|>"),
         between=("\n",),
     ),
     ToolFormat(
         "compact",
-        Call.of('{"function":"', NAME, '","function-args":', JSON, "}"),
+        CallForm.of('{"function":"', NAME, '","function-args":', JSON, "}"),
         opening=("<calls>[",),
         between=(",",),
         closing=("]</calls>",),
     ),
     ToolFormat(
         "bare",
-        Call.of('{"action": "', NAME, '", "action_input": ', JSON, "}"),
+        CallForm.of('{"action": "', NAME, '", "action_input": ', JSON, "}"),
         openers=("<|run|>",),
         between=("\n",),
         bare=True,

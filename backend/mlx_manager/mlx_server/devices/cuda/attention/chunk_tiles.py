@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Variant
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, AttentionVariant
 from mlx_manager.mlx_server.devices.cuda.attention.chunk_plan import Blocks
 from mlx_manager.mlx_server.devices.cuda.attention.decode import HEADS_SOURCE
 from mlx_manager.mlx_server.devices.cuda.compiler.device import (
@@ -20,7 +20,7 @@ from mlx_manager.mlx_server.devices.cuda.compiler.hopper import (
     GroupProduct,
     instructions,
 )
-from mlx_manager.mlx_server.devices.kernel import Constant, Name
+from mlx_manager.mlx_server.devices.kernel import Constant, KernelName
 
 _ROWS_SOURCES = (
     DEVICE_SOURCE,
@@ -67,10 +67,10 @@ class WarpTiles:
     def files(self, shape: AttentionShape) -> tuple[Path | str, ...]:
         return *_ROWS_SOURCES, _SOURCE
 
-    def work(self, shape: AttentionShape, variant: Variant) -> Name:
+    def work(self, shape: AttentionShape, variant: AttentionVariant) -> KernelName:
         """The type that does a block's work."""
         sizes = (self.warps, self.tokens)
-        return Name("AttendChunk", (*_shared(shape), *sizes, *_options(variant)))
+        return KernelName("AttendChunk", (*_shared(shape), *sizes, *_options(variant)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +119,11 @@ class GroupTiles:
         device = (DEVICE_SOURCE, instructions(products), HOPPER_SOURCE)
         return *device, *_ROWS_SOURCES[1:], _GROUPS_SOURCE
 
-    def work(self, shape: AttentionShape, variant: Variant) -> Name:
+    def work(self, shape: AttentionShape, variant: AttentionVariant) -> KernelName:
         """The type that does a block's work."""
         sizes = (self.groups, self.tokens, self.stages)
         constants = (*_shared(shape), *sizes, *_options(variant), shape.head_dim)
-        return Name("AttendChunkInGroups", constants)
+        return KernelName("AttendChunkInGroups", constants)
 
 
 Tiles = WarpTiles | GroupTiles
@@ -138,7 +138,7 @@ def _shared(shape: AttentionShape) -> tuple[Constant, ...]:
     return shape.dtype, shape.head_dim, shape.group, shape.page_size
 
 
-def _options(variant: Variant) -> tuple[Constant, ...]:
+def _options(variant: AttentionVariant) -> tuple[Constant, ...]:
     return variant.window or 0, variant.softcap is not None, variant.sinks
 
 

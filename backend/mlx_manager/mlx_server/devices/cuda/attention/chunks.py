@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Variant
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, AttentionVariant
 from mlx_manager.mlx_server.devices.cuda.attention.chunk_plan import (
     FIELDS,
     MOST_PARTS,
@@ -27,7 +27,7 @@ from mlx_manager.mlx_server.devices.cuda.attention.chunk_tiles import (
 )
 from mlx_manager.mlx_server.devices.cuda.compiler.device import CudaDevice, device_for
 from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel, CudaSource
-from mlx_manager.mlx_server.devices.kernel import Kernel, Name, Size, Struct, Unsupported
+from mlx_manager.mlx_server.devices.kernel import Kernel, KernelName, Size, Struct, Unsupported
 
 # Most elements of a head: a tile's output is kept in registers, up to 128 of a thread.
 MOST_DIM = 256
@@ -57,7 +57,7 @@ class ChunkKernels:
         self._arrivals = mx.zeros((MOST_PARTS * shape.kv_heads,), mx.int32)
         self._no_sinks = mx.zeros((1,), mx.float32)
         mx.eval(self._arrivals, self._no_sinks)
-        self._kernels: dict[Variant, Kernel] = {}
+        self._kernels: dict[AttentionVariant, Kernel] = {}
 
     def of_heads(self, kv_heads: int) -> ChunkKernels:
         """Return the same kernel for `kv_heads` key/value heads and their queries."""
@@ -87,7 +87,7 @@ class ChunkKernels:
         The rest of the result is not set. `window` must be that of the plan. For the other
         arguments see `PagedKernels.attend`.
         """
-        variant = Variant(scale, window, softcap, sinks is not None, divided=False)
+        variant = AttentionVariant(scale, window, softcap, sinks is not None, divided=False)
         limits = self._no_sinks if sinks is None else sinks.astype(mx.float32)
         figures = max(plan.parts * self.shape.kv_heads * self.tiles.rows, 1)
         out, _, _ = self._kernel(variant)(
@@ -99,14 +99,14 @@ class ChunkKernels:
         )
         return out
 
-    def _kernel(self, variant: Variant) -> Kernel:
+    def _kernel(self, variant: AttentionVariant) -> Kernel:
         if variant not in self._kernels:
             self._kernels[variant] = CudaKernel(chunk_source(self.shape, self.tiles, variant))
         return self._kernels[variant]
 
 
-def chunk_source(shape: AttentionShape, form: Tiles, variant: Variant) -> CudaSource:
-    results = Name("ChunkResults", (shape.dtype,))
+def chunk_source(shape: AttentionShape, form: Tiles, variant: AttentionVariant) -> CudaSource:
+    results = KernelName("ChunkResults", (shape.dtype,))
     return CudaSource(
         name="paged_chunks",
         files=form.files(shape),

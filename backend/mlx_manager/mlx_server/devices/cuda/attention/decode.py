@@ -10,7 +10,12 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Lengths, Rotary, Variant
+from mlx_manager.mlx_server.devices.attention.kernel import (
+    AttentionShape,
+    AttentionVariant,
+    Lengths,
+    Rotary,
+)
 from mlx_manager.mlx_server.devices.attention.launched import THREADS, LaunchedKernels
 from mlx_manager.mlx_server.devices.attention.splits import (
     MAX_SPLITS,
@@ -19,7 +24,7 @@ from mlx_manager.mlx_server.devices.attention.splits import (
     Splits,
     plan,
 )
-from mlx_manager.mlx_server.devices.attention.writer import Pools, Writer
+from mlx_manager.mlx_server.devices.attention.writer import PageWriter, Pools
 from mlx_manager.mlx_server.devices.cuda.compiler.device import (
     DEVICE_SOURCE,
     RESERVED_PER_BLOCK,
@@ -31,7 +36,7 @@ from mlx_manager.mlx_server.devices.kernel import (
     Argument,
     Constant,
     Kernel,
-    Name,
+    KernelName,
     Size,
     Struct,
     Unsupported,
@@ -75,9 +80,9 @@ HEADS_EACH = 4
 MOST_QUERIES = 4096
 
 
-def build(shape: AttentionShape) -> CudaKernels | Unsupported:
+def build(shape: AttentionShape) -> CudaAttention | Unsupported:
     device = device_for(shape.dtype)
-    return device if isinstance(device, Unsupported) else CudaKernels(shape, device)
+    return device if isinstance(device, Unsupported) else CudaAttention(shape, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,7 @@ class CudaLaunch:
         return device.multiprocessors * self.resident
 
 
-class CudaKernels(LaunchedKernels):
+class CudaAttention(LaunchedKernels):
     """CUDA kernels of decode attention; the work list says whether a context is divided."""
 
     _merges = False
@@ -149,7 +154,7 @@ class CudaKernels(LaunchedKernels):
         self._device = device
         self._heads = heads_per_block(shape)
         self._blocks = blocks_per_item(shape)
-        self._kernels: dict[Variant, Kernel] = {}
+        self._kernels: dict[AttentionVariant, Kernel] = {}
         # Counters of each query's finished blocks; the kernel leaves every counter at 0.
         self._arrivals = mx.zeros((MOST_QUERIES * self._blocks,), mx.int32)
         mx.eval(self._arrivals)
@@ -177,7 +182,7 @@ class CudaKernels(LaunchedKernels):
 
     def _launch(  # noqa: PLR0917
         self,
-        variant: Variant,
+        variant: AttentionVariant,
         inputs: Sequence[mx.array],
         sinks: mx.array,
         after: Sequence[mx.array],
@@ -197,7 +202,7 @@ class CudaKernels(LaunchedKernels):
         )
         return out
 
-    def _kernel(self, variant: Variant) -> Kernel:
+    def _kernel(self, variant: AttentionVariant) -> Kernel:
         if variant not in self._kernels:
             launch = self.launches[variant.blocks]
             self._kernels[variant] = CudaKernel(attend_source(self.shape, launch, variant))
@@ -255,9 +260,11 @@ def _seen(lengths: Lengths, window: int | None) -> npt.NDArray[np.integer]:
     return np.asarray(lengths) if window is None else np.minimum(lengths, window)
 
 
-def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -> CudaSource:
+def attend_source(
+    shape: AttentionShape, launch: CudaLaunch, variant: AttentionVariant
+) -> CudaSource:
     dtype = shape.dtype
-    work = Name(
+    work = KernelName(
         "Attend",
         (
             *(dtype, shape.head_dim, shape.group, shape.page_size, launch.warps, launch.stages),
@@ -286,8 +293,10 @@ def attend_source(shape: AttentionShape, launch: CudaLaunch, variant: Variant) -
         constants=options,
         arguments=(
             given,
-            Struct(Name("Pages", (dtype,)), (*pages[:5], *sizes)),
-            Struct(Name("Results", (dtype,)), ("out", "partial", "partial_figures", "arrivals")),
+            Struct(KernelName("Pages", (dtype,)), (*pages[:5], *sizes)),
+            Struct(
+                KernelName("Results", (dtype,)), ("out", "partial", "partial_figures", "arrivals")
+            ),
             *("sinks", variant.scale, variant.softcap or 1.0),
         ),
         inputs=(*inputs, *pages, *after),
@@ -302,15 +311,15 @@ def _kind(rotary: Rotary) -> tuple[Constant, ...]:
 
 
 def _fresh(shape: AttentionShape, rotary: Rotary) -> Struct:
-    kind = Name("Fresh", (shape.dtype,))
+    kind = KernelName("Fresh", (shape.dtype,))
     return Struct(kind, ("qkv", "rotation", "q_norm", "k_norm", rotary.epsilon or 0.0))
 
 
-def writer(of: Pools) -> Writer:
+def writer(of: Pools) -> PageWriter:
     """Return the writer for heads that have a multiple of `PIECE` elements."""
     threads = -(-of.kv_heads * of.widest // PIECE // THREADS) * THREADS
     kernel = CudaKernel(write_source(of))
-    return Writer(kernel, threads, THREADS)
+    return PageWriter(kernel, threads, THREADS)
 
 
 def write_source(of: Pools) -> CudaSource:
@@ -335,7 +344,7 @@ def rotate_source(shape: AttentionShape, rotary: Rotary) -> CudaSource:
     return CudaSource(
         name="paged_rotate",
         files=(DEVICE_SOURCE, HEADS_SOURCE),
-        within=Name("RotateAndWrite", (shape.dtype, *sizes, *_kind(rotary))),
+        within=KernelName("RotateAndWrite", (shape.dtype, *sizes, *_kind(rotary))),
         function="run",
         arguments=(_fresh(shape, rotary), *pages, Size("k_pool", 1), Size("qkv", 0), "queries"),
         inputs=("qkv", "rotation", "q_norm", "k_norm", *pages),

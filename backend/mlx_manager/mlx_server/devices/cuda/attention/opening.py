@@ -14,8 +14,8 @@ from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel, Cuda
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Packed, Weight, arrays_of
 from mlx_manager.mlx_server.devices.kernel import (
     Kernel,
-    Maybe,
-    Name,
+    KernelName,
+    OptionalArgument,
     Size,
     Struct,
     Unsupported,
@@ -147,11 +147,13 @@ def opening_source(
     scaled, dtype = scale is not None, embeddings.dtype
     if isinstance(embeddings, Packed):
         parts: tuple[str, ...] = ("embeddings", "scales", "biases")
-        kind = Name("PackedEmbeddings", (scaled, dtype, embeddings.bits, embeddings.group_size))
+        kind = KernelName(
+            "PackedEmbeddings", (scaled, dtype, embeddings.bits, embeddings.group_size)
+        )
         width = Size("embeddings", 1, times=32 // embeddings.bits)
     else:
         parts, width = ("embeddings",), Size("embeddings", 1)
-        kind = Name("Embeddings", (scaled, dtype))
+        kind = KernelName("Embeddings", (scaled, dtype))
     kinds = range(len(turnings))
     return CudaSource(
         name="paged_opening_shifted" if shifted else "paged_opening",
@@ -159,7 +161,7 @@ def opening_source(
         function="open_step",
         constants=(shifted,),
         arguments=(
-            *("tokens", "before", Maybe("shifts"), Struct(kind, parts), width),
+            *("tokens", "before", OptionalArgument("shifts"), Struct(kind, parts), width),
             *(1.0 if scale is None else float(scale), "hidden", "following", "lengths"),
             *(_turned(i, turning) for i, turning in enumerate(turnings)),
         ),
@@ -177,5 +179,5 @@ def opening_source(
 
 
 def _turned(i: int, turning: Turning) -> Struct:
-    kind = Name("Turned", (turning.dims, turning.traditional))
+    kind = KernelName("Turned", (turning.dims, turning.traditional))
     return Struct(kind, (f"frequencies_{i}", f"rotation_{i}", turning.amplitude))

@@ -18,7 +18,7 @@ from mlx_manager.mlx_server.devices.kernel import (
     Argument,
     Constant,
     Kernel,
-    Name,
+    KernelName,
     Size,
     Struct,
     Unsupported,
@@ -261,7 +261,7 @@ def _arrays(weights: DeltaWeights) -> list[mx.array]:
 
 
 def _weights(shape: DeltaShape, convolution: str | None, norm: str | None) -> Struct:
-    kind = Name("DeltaWeights", (shape.dtype,))
+    kind = KernelName("DeltaWeights", (shape.dtype,))
     return Struct(kind, (convolution, "rates", "offsets", norm, shape.epsilon))
 
 
@@ -277,11 +277,11 @@ def _source(  # noqa: PLR0917
 ) -> CudaSource:
     """Return the declaration of a kernel that calls a function of the class `Delta`."""
     heads = (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim)
-    sizes = Name("DeltaShape", (shape.dtype, *heads, shape.taps, shape.grouped))
+    sizes = KernelName("DeltaShape", (shape.dtype, *heads, shape.taps, shape.grouped))
     return CudaSource(
         name=f"delta_{function}",
         files=(DEVICE_SOURCE, _FILE),
-        within=Name("Delta", (sizes,)),
+        within=KernelName("Delta", (sizes,)),
         function=function,
         constants=constants,
         arguments=arguments,

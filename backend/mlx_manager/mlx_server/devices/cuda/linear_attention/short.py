@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE, device_for
 from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel, CudaSource
 from mlx_manager.mlx_server.devices.cuda.linear_attention.delta import Texts
-from mlx_manager.mlx_server.devices.kernel import Argument, Name, Size, Unsupported
+from mlx_manager.mlx_server.devices.kernel import Argument, KernelName, Size, Unsupported
 from mlx_manager.mlx_server.devices.states import ShortShape, StateStore
 
 _FILE = Path(__file__).with_name("short.cu")
@@ -138,7 +138,7 @@ def _source(
     return CudaSource(
         name=f"short_{function}",
         files=(DEVICE_SOURCE, _FILE),
-        within=Name("Short", (shape.dtype, shape.channels, shape.taps)),
+        within=KernelName("Short", (shape.dtype, shape.channels, shape.taps)),
         function=function,
         arguments=arguments,
         inputs=inputs,

@@ -12,7 +12,7 @@ from mlx_manager.mlx_server.devices.cuda.compiler.device import CudaDevice
 from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaSource
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Activation, Link, arrays_of
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import ByWarps, Packing, RowForm, WarpForm
-from mlx_manager.mlx_server.devices.kernel import Kernel, Maybe, Name, Size, Struct
+from mlx_manager.mlx_server.devices.kernel import Kernel, KernelName, OptionalArgument, Size, Struct
 
 MOST_ROWS = 8
 """Most rows for which one launch takes the device no longer than four, and the host less."""
@@ -154,7 +154,7 @@ def inputs_of(name: str, form: ByWarps, *, bias: bool, norm: bool) -> list[str]:
 
 def chain_source(dtype: mx.Dtype, variant: ChainVariant) -> CudaSource:
     alike, count = variant.form.any, len(variant.biases)
-    kind = Name("Link", (dtype, alike.weight_type(dtype)))
+    kind = KernelName("Link", (dtype, alike.weight_type(dtype)))
     epsilons = iter(variant.epsilons)
     links, inputs = [], ["attended", "residual"]
     for name, bias, form in zip(PRODUCTS, variant.biases, variant.form.products, strict=False):
@@ -162,7 +162,7 @@ def chain_source(dtype: mx.Dtype, variant: ChainVariant) -> CudaSource:
         own = inputs_of(name, form, bias=bias, norm=norm)
         inputs += own
         outputs, width = form.size_of(own[0])
-        given = (Maybe(f"{name}_bias"), Maybe(f"{name}_norm"), outputs, width)
+        given = (OptionalArgument(f"{name}_bias"), OptionalArgument(f"{name}_norm"), outputs, width)
         weight = form.weight(dtype, f"{name}_")
         links.append(Struct(kind, (weight, *given, next(epsilons) if norm else 0.0)))
     made = MADE[:count]
@@ -171,7 +171,7 @@ def chain_source(dtype: mx.Dtype, variant: ChainVariant) -> CudaSource:
         files=(*alike.files, _SOURCE),
         function="chain_products",
         constants=(
-            *(Name(alike.by), Name(variant.activation.value), dtype),
+            *(KernelName(alike.by), KernelName(variant.activation.value), dtype),
             *(*variant.form.constants, *(*variant.biases, False)[:4]),
         ),
         arguments=(

@@ -24,7 +24,7 @@ LEAST = 1e-20
 """Value of `Experts.least` for most models."""
 
 
-class Scoring(Enum):
+class ExpertScoring(Enum):
     """Function from logits to experts' scores; the value is its name in route.cu."""
 
     SOFTMAX = "kSoftmax"
@@ -32,7 +32,7 @@ class Scoring(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class RowNorm:
     """An RMS norm of the rows before the product; `weight` is (inputs,)."""
 
     weight: mx.array
@@ -153,7 +153,7 @@ class Experts:
     router_bias: mx.array | None = None
     biases: tuple[mx.array, mx.array] | None = None
     shared: int = 0
-    scoring: Scoring = Scoring.SOFTMAX
+    scoring: ExpertScoring = ExpertScoring.SOFTMAX
     correction: mx.array | None = None
     scale: float = 1.0
     least: float = LEAST
@@ -184,5 +184,5 @@ class Link:
 
     weight: Weight
     bias: mx.array | None = None
-    norm: Norm | None = None
+    norm: RowNorm | None = None
     activation: Activation = Activation.SILU

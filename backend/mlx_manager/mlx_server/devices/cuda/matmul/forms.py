@@ -18,7 +18,7 @@ from mlx_manager.mlx_server.devices.cuda.compiler.hopper import (
     instructions,
 )
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Packed, Weight
-from mlx_manager.mlx_server.devices.kernel import Argument, Name, Size, Struct
+from mlx_manager.mlx_server.devices.kernel import Argument, KernelName, Size, Struct
 
 WIDTH = 64
 """Inputs of a stage for weights of half precision; a matrix must have a multiple of them."""
@@ -187,14 +187,14 @@ class ByWarps(ABC):
         """Return the weight, made of its arrays. before: what the names of these begin with."""
         return Struct(self.weight_type(dtype), tuple(before + part for part in self.weight_parts))
 
-    def weight_type(self, dtype: mx.Dtype) -> Name:
+    def weight_type(self, dtype: mx.Dtype) -> KernelName:
         """Return the CUDA type of the weight. dtype: type of the rows."""
         packing = self.packing
         if packing is None:
-            return Name("Plain", (dtype,))
+            return KernelName("Plain", (dtype,))
         if packing.floats:
-            return Name("Microscaled", (dtype, packing.width))
-        return Name("Packed", (dtype, packing.bits, packing.group, packing.width))
+            return KernelName("Microscaled", (dtype, packing.width))
+        return KernelName("Packed", (dtype, packing.bits, packing.group, packing.width))
 
     @property
     def weight_parts(self) -> tuple[str, ...]:

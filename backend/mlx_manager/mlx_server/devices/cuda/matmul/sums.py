@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.devices.cuda.compiler.device import DEVICE_SOURCE
 from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernels, CudaSource
-from mlx_manager.mlx_server.devices.cuda.matmul.factors import Norm
-from mlx_manager.mlx_server.devices.kernel import Maybe, Size, Struct
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import RowNorm
+from mlx_manager.mlx_server.devices.kernel import OptionalArgument, Size, Struct
 
 # Elements of a piece, which a thread reads at once, and most pieces of a thread.
 _PIECE = 8
@@ -97,8 +97,8 @@ class SumKernels:
         self,
         residual: mx.array,
         x: mx.array | Two,
-        norm: Norm,
-        following: Norm | None,
+        norm: RowNorm,
+        following: RowNorm | None,
         scale: mx.array | None = None,
     ) -> list[mx.array]:
         """Return `(residual + norm(x)) * scale` and, if `following` is given, that norm of it.
@@ -132,8 +132,15 @@ def sum_source(dtype: mx.Dtype, form: SumForm) -> CudaSource:
         function="add_normed",
         constants=(dtype, form.warps, form.pieces, form.two, followed, form.scaled),
         arguments=(
-            *("residual", "x", Struct(None, others), "norm", Maybe("following"), Maybe("times")),
-            *("out", Maybe("ahead"), Size("x", 1), form.epsilon, form.following or 0.0),
+            *(
+                "residual",
+                "x",
+                Struct(None, others),
+                "norm",
+                OptionalArgument("following"),
+                OptionalArgument("times"),
+            ),
+            *("out", OptionalArgument("ahead"), Size("x", 1), form.epsilon, form.following or 0.0),
         ),
         inputs=(
             *("residual", "x", *others, "norm"),

@@ -21,7 +21,7 @@ from mlx_manager.mlx_server.devices.attention.check import (
 )
 from mlx_manager.mlx_server.devices.attention.kernel import Rotary
 from mlx_manager.mlx_server.devices.cuda.attention.chunk_plan import QueryRun
-from mlx_manager.mlx_server.devices.cuda.mla.expansion import Expansion, Text
+from mlx_manager.mlx_server.devices.cuda.mla.expansion import Expansion, QueryTokens
 from mlx_manager.mlx_server.devices.cuda.mla.latent import LatentKernels
 from mlx_manager.mlx_server.devices.cuda.mla.shape import LatentShape
 
@@ -172,7 +172,8 @@ class ExpansionProblem:
         own, of = self.latent, self.latent.shape
         _, queries, rotation, latents, turned, _ = own.arrays()
         texts = [
-            Text(run.count, run.length + run.count - 1, own.table[run.row]) for run in own.runs
+            QueryTokens(run.count, run.length + run.count - 1, own.table[run.row])
+            for run in own.runs
         ]
         expanded = expansion.plan(texts, PADDING)
         matrices = (mx.array(each).astype(of.dtype) for each in (self.absorb, self.expand))

@@ -37,7 +37,7 @@ GRAIN = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class QueryTokens:
     """Consecutive tokens of one sequence in a step.
 
     queries: number of these tokens. length: tokens visible at their end. pages: (n,) pages of all
@@ -64,7 +64,7 @@ class Expanded:
     bytes: int
 
 
-class Turning(Protocol):
+class TurnQueries(Protocol):
     """Function that makes queries ready for attention to expanded keys.
 
     queries: (tokens, q_heads * (plain + dims)). rotation: (tokens, dims), rotates the last dims of
@@ -80,7 +80,7 @@ class Expansion:
     kernels: attention kernels for chunks of prompts. turn: makes the queries ready for them.
     """
 
-    def __init__(self, shape: LatentShape, kernels: ChunkKernels, turn: Turning) -> None:
+    def __init__(self, shape: LatentShape, kernels: ChunkKernels, turn: TurnQueries) -> None:
         self.shape = shape
         self._kernels = kernels
         self._turn = turn
@@ -110,7 +110,7 @@ class Expansion:
         The index is the one that saves most time, among those with room for the expanded tokens. It
         is the number of texts if expansion saves no time.
 
-        queries, lengths: (texts,), for each text; see `Text`.
+        queries, lengths: (texts,), for each text; see `QueryTokens`.
         """
         size = self.shape.page_size
         tokens = np.cumsum((-(-lengths // size) * size)[::-1])[::-1]
@@ -119,7 +119,7 @@ class Expansion:
         best = int(saved.argmax())
         return best if saved[best] > 0 else len(queries)
 
-    def plan(self, texts: Sequence[Text], padding: int) -> Expanded:
+    def plan(self, texts: Sequence[QueryTokens], padding: int) -> Expanded:
         """Plan the expansion of `texts`, of which there is at least one.
 
         Padding queries attend to the longest text, so that their results are finite.

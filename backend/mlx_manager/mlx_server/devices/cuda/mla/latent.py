@@ -30,7 +30,7 @@ from mlx_manager.mlx_server.devices.cuda.compiler.device import (
 from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaKernel, CudaSource
 from mlx_manager.mlx_server.devices.cuda.mla.expansion import Expansion
 from mlx_manager.mlx_server.devices.cuda.mla.shape import LatentShape
-from mlx_manager.mlx_server.devices.kernel import Kernel, Name, Size, Struct, Unsupported
+from mlx_manager.mlx_server.devices.kernel import Kernel, KernelName, Size, Struct, Unsupported
 
 THREADS = 256
 MERGE_THREADS = 128
@@ -342,7 +342,7 @@ class LatentKernels:
 
 
 class TurningKernels:
-    """Implementation of `Turning` by launches, for one shape and any number of heads.
+    """Implementation of `TurnQueries` by launches, for one shape and any number of heads.
 
     width: elements of a head that the attention to heads takes.
     """
@@ -394,7 +394,7 @@ def _attending(  # noqa: PLR0917
     results: tuple[str | None, ...],
 ) -> CudaSource:
     dtype = shape.dtype
-    work = Name(
+    work = KernelName(
         "AttendLatent",
         (
             *(dtype, shape.rank, shape.dims, shape.plain, shape.q_heads, form.heads),
@@ -409,10 +409,10 @@ def _attending(  # noqa: PLR0917
         function=function,
         constants=(work, fields),
         arguments=(
-            Struct(Name("LatentQueries", (dtype,)), (*queries, Size("absorbed", 1))),
-            Struct(Name("LatentPages", (dtype,)), (*pages, Size("table", 1))),
+            Struct(KernelName("LatentQueries", (dtype,)), (*queries, Size("absorbed", 1))),
+            Struct(KernelName("LatentPages", (dtype,)), (*pages, Size("table", 1))),
             *(each for each in more if each not in results),
-            *(Struct(Name("ChunkResults", (dtype,)), results), of.scale),
+            *(Struct(KernelName("ChunkResults", (dtype,)), results), of.scale),
         ),
         inputs=(*queries, *pages, *more),
         outputs=("out", "partial", "figures"),
@@ -426,7 +426,7 @@ def merge_source(shape: LatentShape, form: LatentForm) -> CudaSource:
         name="latent_merge",
         files=_SOURCES,
         bounds=(THREADS, 1),
-        within=Name("MergeLatent", (shape.dtype, *sizes)),
+        within=KernelName("MergeLatent", (shape.dtype, *sizes)),
         function="run",
         arguments=("whole", "partial", "figures", "items", Size("whole", 1), "out"),
         inputs=("whole", "partial", "figures", "items"),
@@ -441,7 +441,7 @@ def write_source(shape: LatentShape, of: Writing) -> CudaSource:
         name="latent_write",
         files=_SOURCES,
         bounds=(THREADS, 1),
-        within=Name("WriteLatent", constants),
+        within=KernelName("WriteLatent", constants),
         function="run",
         arguments=(
             *("projected", Size("projected", 1), "rotation", *norms, of.epsilon),
@@ -459,7 +459,9 @@ def turn_source(shape: LatentShape, width: int, *, traditional: bool) -> CudaSou
         name="latent_turn",
         files=_SOURCES,
         bounds=(THREADS, 1),
-        within=Name("TurnQueries", (shape.dtype, shape.plain, shape.dims, width, traditional)),
+        within=KernelName(
+            "TurnQueries", (shape.dtype, shape.plain, shape.dims, width, traditional)
+        ),
         function="run",
         arguments=("queries", Size("queries", 0), q_heads, "rotation", "out"),
         inputs=("queries", "rotation"),

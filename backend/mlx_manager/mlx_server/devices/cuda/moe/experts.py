@@ -23,9 +23,9 @@ from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     LEAST,
     Activation,
     Experts,
-    Norm,
+    ExpertScoring,
     Packed,
-    Scoring,
+    RowNorm,
     Weight,
     arrays_of,
 )
@@ -33,8 +33,8 @@ from mlx_manager.mlx_server.devices.cuda.matmul.forms import GroupForm, Packing,
 from mlx_manager.mlx_server.devices.kernel import (
     Argument,
     Constant,
-    Maybe,
-    Name,
+    KernelName,
+    OptionalArgument,
     Size,
     Struct,
 )
@@ -89,7 +89,7 @@ class RouterForm:
     width: int
     epsilon: float
     gated: bool = True
-    scoring: Scoring = Scoring.SOFTMAX
+    scoring: ExpertScoring = ExpertScoring.SOFTMAX
     corrected: bool = False
     scale: float = 1.0
     least: float = LEAST
@@ -270,19 +270,19 @@ class ExpertKernels:
             "" if self._grouped[kind] else "; not used",
         )
 
-    def _rows_for(self, experts: Experts, rows: int) -> tuple[mx.array, Norm]:
+    def _rows_for(self, experts: Experts, rows: int) -> tuple[mx.array, RowNorm]:
         """Return so many rows, and a norm, for a trial: each expert is the first choice of some."""
         times = -(-rows // experts.router.shape[0])
         hidden = mx.concatenate([experts.router] * times)[:rows]
-        return hidden, Norm(mx.ones((experts.width,), self._dtype), 1e-6)
+        return hidden, RowNorm(mx.ones((experts.width,), self._dtype), 1e-6)
 
-    def _timed(self, hidden: mx.array, norm: Norm, experts: Experts) -> tuple[float, mx.array]:
+    def _timed(self, hidden: mx.array, norm: RowNorm, experts: Experts) -> tuple[float, mx.array]:
         """Return the seconds that the experts take for `hidden`, and the result."""
         launches = self(hidden, norm, experts)
         mx.eval(launches)
         return self._seconds(hidden, norm, experts), launches[-1]
 
-    def _seconds(self, hidden: mx.array, norm: Norm, experts: Experts) -> float:
+    def _seconds(self, hidden: mx.array, norm: RowNorm, experts: Experts) -> float:
         """Return the seconds that the experts take for `hidden`, the shortest of several runs."""
         best = math.inf
         for _ in range(_TIMES):
@@ -299,7 +299,7 @@ class ExpertKernels:
         return self._device.multiplies_in_groups and dense and whole and fits
 
     def __call__(
-        self, hidden: mx.array, norm: Norm, experts: Experts, *, alone: bool = False
+        self, hidden: mx.array, norm: RowNorm, experts: Experts, *, alone: bool = False
     ) -> list[mx.array]:
         """Return the intermediate results and, last, `hidden` plus the experts' output.
 
@@ -345,7 +345,7 @@ class ExpertKernels:
         return replace(self._router_form(experts, _MOST_ROUTED, 0.0), held=0)
 
     def _route(
-        self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
+        self, hidden: mx.array, norm: RowNorm, experts: Experts, form: RouterForm
     ) -> list[mx.array]:
         rows, width = hidden.shape
         if rows > _MOST_ROUTED and self._routes_many.get(self._router_kind(experts), False):
@@ -371,7 +371,7 @@ class ExpertKernels:
         )
 
     def _route_many(
-        self, hidden: mx.array, norm: Norm, experts: Experts, form: RouterForm
+        self, hidden: mx.array, norm: RowNorm, experts: Experts, form: RouterForm
     ) -> list[mx.array]:
         """Route as `_route` does, by several launches."""
         rows, threads = hidden.shape[0], (form.threads, 1, 1)
@@ -500,7 +500,15 @@ def route_source(dtype: mx.Dtype, form: RouterForm) -> CudaSource:
         function="route_rows",
         constants=(dtype, *sizes, form.bias, form.held),
         arguments=(
-            *("x", "norm", Maybe("router_norm"), "router", Maybe("bias"), _choice(form), "done"),
+            *(
+                "x",
+                "norm",
+                OptionalArgument("router_norm"),
+                "router",
+                OptionalArgument("bias"),
+                _choice(form),
+                "done",
+            ),
             *(*outputs, Size("x", 0), Size("x", 1), form.epsilon),
         ),
         inputs=("x", "norm", "router", *form.optional, "done"),
@@ -541,9 +549,11 @@ def place_source(_: mx.Dtype, form: RouterForm) -> CudaSource:
 
 def _choice(form: RouterForm) -> Struct:
     """Return the choice of a row's experts."""
-    scoring = Name(f"Scoring::{form.scoring.value}")
-    kind = Name("Choice", (scoring, form.gated, form.normalised, form.corrected))
-    return Struct(kind, (Maybe("correction"), Maybe("scales"), form.scale, form.least))
+    scoring = KernelName(f"Scoring::{form.scoring.value}")
+    kind = KernelName("Choice", (scoring, form.gated, form.normalised, form.corrected))
+    return Struct(
+        kind, (OptionalArgument("correction"), OptionalArgument("scales"), form.scale, form.least)
+    )
 
 
 def misrouted(experts: Experts, made: Sequence[mx.array]) -> str | None:
@@ -556,7 +566,7 @@ def misrouted(experts: Experts, made: Sequence[mx.array]) -> str | None:
     )
     own, count = experts.count - experts.shared, experts.chosen - experts.shared
     by = logits[:, :own]
-    if experts.scoring is Scoring.SIGMOID:
+    if experts.scoring is ExpertScoring.SIGMOID:
         by = 1 / (1 + np.exp(-by))
     if experts.correction is not None:
         by = by + np.array(experts.correction)
@@ -599,11 +609,15 @@ def errand_source(dtype: mx.Dtype, variant: ErrandVariant) -> CudaSource:
         constants += (variant.bias,)
         if not groups:
             rows = () if mix is None else (Size("scores", 0),)
-            given = () if mix is None else ("done", Maybe("residual"), "places", "scores", "mixed")
+            given = (
+                ()
+                if mix is None
+                else ("done", OptionalArgument("residual"), "places", "scores", "mixed")
+            )
             sizes += (Struct(None, (*given, *rows)),)
             constants += (0 if mix is None else mix.chosen,)
     else:
-        constants += (Name(activation.value), variant.bias)
+        constants += (KernelName(activation.value), variant.bias)
         sizes += (variant.experts,)
     return CudaSource(
         name=f"{name}_group_experts" if groups else f"{name}_experts",
@@ -611,7 +625,7 @@ def errand_source(dtype: mx.Dtype, variant: ErrandVariant) -> CudaSource:
         bounds=(form.threads, 1) if groups else None,
         function=f"{name}_group_errand" if groups else f"{name}_errand",
         constants=constants,
-        arguments=(*variant.rows, form.weight(dtype), Maybe("bias"), "out", *sizes),
+        arguments=(*variant.rows, form.weight(dtype), OptionalArgument("bias"), "out", *sizes),
         inputs=variant.inputs,
         outputs=variant.outputs,
         shared_memory=form.shared_memory,
@@ -625,7 +639,7 @@ def mix_source(dtype: mx.Dtype, mix: Mix) -> CudaSource:
         function="mix_all_rows",
         constants=(dtype, mix.chosen),
         arguments=(
-            *(Maybe("residual"), "given", "places", "scores", "out"),
+            *(OptionalArgument("residual"), "given", "places", "scores", "out"),
             *(Size("scores", 0), Size("given", 1)),
         ),
         inputs=("given", *mix.inputs),

@@ -29,11 +29,11 @@ from thorough import one_in_turn
 from mlx_manager.mlx_server.devices.attention import check
 from mlx_manager.mlx_server.devices.attention.check import (
     TOLERANCE,
-    Features,
+    AttentionFeatures,
     chunk_problem,
     difference,
 )
-from mlx_manager.mlx_server.devices.attention.kernel import Variant
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionVariant
 from mlx_manager.mlx_server.devices.attention.kinds import CHUNKS
 from mlx_manager.mlx_server.devices.cuda.attention import chunks
 from mlx_manager.mlx_server.devices.cuda.attention.chunk_plan import Blocks, QueryRun, cut
@@ -46,15 +46,15 @@ from mlx_manager.mlx_server.devices.cuda.attention.chunk_tiles import (
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 
 CASES = {
-    "llama-1b": (shape(8, 2, 64, BF16), Features()),
-    "llama-8b-pages-of-32": (shape(8, 2, 128, BF16, page=32), Features()),
-    "window": (shape(4, 2, 128, F16), Features(window=50)),
-    "multi-head-80": (shape(2, 2, 80, F16), Features()),
-    "softcap-96": (shape(6, 2, 96, BF16), Features(softcap=5.0)),
-    "sinks-window": (shape(16, 2, 64, BF16), Features(window=70, sinks=True)),
-    "gemma-256": (shape(4, 2, 256, BF16), Features(window=64, softcap=20.0)),
-    "group-of-7": (shape(14, 2, 64, F16), Features()),
-    "multi-query-20": (shape(20, 1, 64, BF16), Features(sinks=True)),
+    "llama-1b": (shape(8, 2, 64, BF16), AttentionFeatures()),
+    "llama-8b-pages-of-32": (shape(8, 2, 128, BF16, page=32), AttentionFeatures()),
+    "window": (shape(4, 2, 128, F16), AttentionFeatures(window=50)),
+    "multi-head-80": (shape(2, 2, 80, F16), AttentionFeatures()),
+    "softcap-96": (shape(6, 2, 96, BF16), AttentionFeatures(softcap=5.0)),
+    "sinks-window": (shape(16, 2, 64, BF16), AttentionFeatures(window=70, sinks=True)),
+    "gemma-256": (shape(4, 2, 256, BF16), AttentionFeatures(window=64, softcap=20.0)),
+    "group-of-7": (shape(14, 2, 64, F16), AttentionFeatures()),
+    "multi-query-20": (shape(20, 1, 64, BF16), AttentionFeatures(sinks=True)),
 }
 # Queries and the tokens that the last of them sees: a whole prompt, a piece, one alone.
 RUNS = ((37, 37), (20, 90), (1, 130), (70, 200))
@@ -108,8 +108,8 @@ def in_groups(compile_cuda) -> Kernels:
     return Kernels(compile_cuda, [form for form, _ in zip(cycle(GROUPS), CASES)])
 
 
-def variant(of, features: Features) -> Variant:
-    return Variant(
+def variant(of, features: AttentionFeatures) -> AttentionVariant:
+    return AttentionVariant(
         of.head_dim**-0.5, features.window, features.softcap, features.sinks, divided=False
     )
 

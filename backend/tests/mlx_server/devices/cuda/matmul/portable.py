@@ -8,9 +8,9 @@ from mlx_lm.models.activations import swiglu_oai
 
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     Activation,
+    ExpertScoring,
     Packed,
     Scaled,
-    Scoring,
     arrays_of,
 )
 from mlx_manager.mlx_server.devices.cuda.matmul.sums import Two
@@ -155,7 +155,7 @@ class PortableExperts:
             logits = logits + experts.router_bias
         shared, count = experts.shared, experts.chosen - experts.shared
         logits, always = mx.split(logits, [experts.count - shared], axis=1)
-        if experts.scoring is Scoring.SIGMOID:
+        if experts.scoring is ExpertScoring.SIGMOID:
             scores = mx.sigmoid(logits)
         else:
             scores = mx.softmax(logits, axis=-1)

@@ -12,15 +12,15 @@ from devices.cuda.matmul.halves import bits, gated, in_packs, rounded
 from thorough import slow
 
 from mlx_manager.mlx_server.devices.cuda.compiler import launch
-from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels
 from mlx_manager.mlx_server.devices.cuda.matmul.chain import (
     PRODUCTS,
     ChainForm,
     ChainVariant,
     chain_source,
 )
-from mlx_manager.mlx_server.devices.cuda.matmul.factors import Activation, Link, Norm, Packed
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import Activation, Link, Packed, RowNorm
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import Packing, RowForm, WarpForm
+from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
 
 BF16, F16 = mx.bfloat16, mx.float16
 WIDTH, ATTENDED, INNER, HEADS = 256, 128, 384, 512
@@ -173,7 +173,7 @@ def test_chains_alike_share_a_kernel_and_hand_it_what_its_source_names(monkeypat
         return lambda **options: given.append(options)
 
     monkeypatch.setattr(launch, "CudaKernel", compiled)
-    norms = [Norm(mx.ones((WIDTH,)), EPSILON) for _ in range(2)]
+    norms = [RowNorm(mx.ones((WIDTH,)), EPSILON) for _ in range(2)]
     output, gate_up = (
         Link(mx.zeros((WIDTH, ATTENDED))),
         Link(mx.zeros((768, WIDTH)), None, norms[0]),

@@ -9,15 +9,15 @@ from devices.cuda.matmul.halves import gated
 from execution.decoder.common_decoders import DIMENSIONS, EXPERTS, GEMMA3, GEMMA4S, make
 from mlx_lm.models import gemma2, gemma3_text
 
-from mlx_manager.mlx_server.devices.cuda import matmul as products
 from mlx_manager.mlx_server.devices.cuda.compiler.device import cuda_device
+from mlx_manager.mlx_server.devices.cuda.matmul import products
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     Activation,
     Experts,
+    ExpertScoring,
     Link,
-    Norm,
     Packed,
-    Scoring,
+    RowNorm,
     Weight,
 )
 from mlx_manager.mlx_server.devices.cuda.matmul.sums import Two
@@ -97,7 +97,7 @@ def test_heads_meet_their_own_matrices(kernels, rows, bits):
 def test_packed_products_are_the_reference(kernels, rows, bits):
     (x, exact), (residual, added) = random(rows, 768), random(rows, 512)
     of, stands_for = weight(512, 768, bits)
-    ones = Norm(mx.ones((768,), BF16), EPSILON)
+    ones = RowNorm(mx.ones((768,), BF16), EPSILON)
     assert_close(kernels.multiply(x, of, residual=residual), exact @ stands_for.T + added)
     assert_close(kernels.multiply(x, of, norm=ones), normed(exact) @ stands_for.T)
     for how in Activation:
@@ -110,7 +110,7 @@ def test_packed_products_are_the_reference(kernels, rows, bits):
 def test_a_vocabulary_of_half_blocks_is_multiplied_by(kernels, rows, bits):
     (x, exact), (of, stands_for) = random(rows, 768), weight(65 * 64, 768, bits)
     assert kernels.serves(of)
-    ones = Norm(mx.ones((768,), BF16), EPSILON)
+    ones = RowNorm(mx.ones((768,), BF16), EPSILON)
     assert_close(kernels.multiply(x, of, norm=ones), normed(exact) @ stands_for.T)
 
 
@@ -129,7 +129,7 @@ def test_gated_products_are_the_reference(kernels, rows, how):
 def test_sums_of_normed_rows_are_the_reference(kernels, rows, width):
     (residual, before), (x, exact) = random(rows, width), random(rows, width)
     (norm, by), (following, next_by) = random(width), random(width)
-    norms = Norm(norm, EPSILON), Norm(following, EPSILON)
+    norms = RowNorm(norm, EPSILON), RowNorm(following, EPSILON)
     out, ahead = kernels.sums(residual, x, *norms)
     assert_close(out, before + normed(exact) * by)
     assert_close(ahead, normed(np.array(out.astype(mx.float32))) * next_by)
@@ -144,7 +144,7 @@ def test_sums_of_two_results_are_the_reference(kernels, rows, width):
     (first, exact), (other, other_exact) = random(rows, width), random(rows, width)
     (of_first, first_by), (of_other, other_by) = random(width), random(width)
     two = Two(first, other, of_first, of_other)
-    (out,) = kernels.sums(residual, two, Norm(norm, EPSILON), None)
+    (out,) = kernels.sums(residual, two, RowNorm(norm, EPSILON), None)
     both = normed(exact) * first_by + normed(other_exact) * other_by
     assert_close(out, before + normed(both) * by)
 
@@ -189,7 +189,7 @@ def test_a_chain_is_the_reference(kernels, rows, bits):
     (attended, exact), (residual, added) = random(rows, 512), random(rows, 512)
     sizes = [(512, 512), (2048, 512), (512, 1024), (768, 512)]
     weights, of = zip(*(weight(*size, bits) for size in sizes), strict=True)
-    norms = [None, Norm(mx.ones((512,), BF16), EPSILON)] * 2
+    norms = [None, RowNorm(mx.ones((512,), BF16), EPSILON)] * 2
     links = [Link(each, None, norm) for each, norm in zip(weights, norms, strict=True)]
     hidden = added + exact @ of[0].T
     inner = gated(normed(hidden) @ of[1].T, Activation.SILU)
@@ -223,7 +223,7 @@ def test_experts_are_the_reference(kernels, rows, bits, is_gpt_oss):
         biases=(of_gates[0], of_down[0]) if is_gpt_oss else None,
     )
     assert kernels.experts.serves(experts)
-    norm = Norm(mx.ones((width,), BF16), EPSILON)
+    norm = RowNorm(mx.ones((width,), BF16), EPSILON)
     kernels.experts.check(experts)
     made = kernels.experts(x, norm, experts)
     of_rows, scores = np.array(made[2]), np.array(made[3])
@@ -250,7 +250,7 @@ def test_experts_of_many_rows_are_the_same_by_warpgroups(kernels, rows, inner):
     (x, _), (router, _) = random(rows, width), random(count, width)
     gate_up, down = weight(2 * count * inner, width, None)[0], weight(count * width, inner, None)[0]
     experts = Experts(router * width**-0.5, gate_up, down, chosen, normalised=True)
-    norm = Norm(mx.ones((width,), BF16), EPSILON)
+    norm = RowNorm(mx.ones((width,), BF16), EPSILON)
     made = {}
     for grouped in (False, True):
         kernels.experts._grouped[_kind(experts)] = grouped
@@ -267,7 +267,7 @@ def test_experts_that_rows_share_are_weighted_by_their_own_gates(kernels, rows):
     router = router * width**-0.5
     experts = Experts(router, gate_up, down, chosen, normalised=True, shared=shared)
     kernels.experts.check(experts)
-    made = kernels.experts(x, Norm(mx.ones((width,), BF16), EPSILON), experts)
+    made = kernels.experts(x, RowNorm(mx.ones((width,), BF16), EPSILON), experts)
     logits = normed(exact) @ np.array(router.astype(mx.float32)).T
     of_rows, scores = np.array(made[2]), np.array(made[3])
     assert np.all(of_rows[:, -shared:] == [count - 2, count - 1])
@@ -294,13 +294,13 @@ def test_a_row_goes_to_its_largest_corrected_sigmoids(kernels, rows, count, chos
         chosen + shared,
         normalised=True,
         shared=shared,
-        scoring=Scoring.SIGMOID,
+        scoring=ExpertScoring.SIGMOID,
         correction=correction,
         scale=1.8,
     )
     assert kernels.experts.serves(experts)
     kernels.experts.check(experts)
-    made = kernels.experts(x, Norm(mx.ones((width,), BF16), EPSILON), experts)
+    made = kernels.experts(x, RowNorm(mx.ones((width,), BF16), EPSILON), experts)
     logits = normed(exact) @ np.array(router.astype(mx.float32)).T
     plain = 1 / (1 + np.exp(-logits))
     corrected = plain + np.array(correction)
@@ -335,7 +335,7 @@ def test_experts_alone_behind_a_router_s_own_norm_are_the_reference(kernels, row
     )
     assert kernels.experts.serves(experts)
     kernels.experts.check(experts)
-    made = kernels.experts(x, Norm(norm, EPSILON), experts, alone=True)
+    made = kernels.experts(x, RowNorm(norm, EPSILON), experts, alone=True)
     logits = (normed(exact) * by_own) @ (by_router * width**-0.5).T
     of_rows, scores = np.array(made[2]), np.array(made[3])
     kept = np.take_along_axis(logits, of_rows, 1)
@@ -363,7 +363,7 @@ def test_a_row_goes_to_its_largest_logits_biases_included(kernels):
     down, _ = weight(count * width, inner, None)
     experts = Experts(router, gate_up, down, chosen, normalised=True, router_bias=bias)
     kernels.experts.check(experts)
-    made = kernels.experts(x, Norm(mx.ones((width,), BF16), EPSILON), experts)
+    made = kernels.experts(x, RowNorm(mx.ones((width,), BF16), EPSILON), experts)
     logits = normed(exact) @ np.array(router.astype(mx.float32)).T + added
     kept = np.sort(np.take_along_axis(logits, np.array(made[2]), 1), 1)
     np.testing.assert_allclose(kept, np.sort(logits, 1)[:, -chosen:], rtol=2e-2, atol=2e-2)

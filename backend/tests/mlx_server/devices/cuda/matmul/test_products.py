@@ -12,8 +12,7 @@ from devices.cuda.matmul.halves import bits, gated, in_packs, rounded
 from mlx import nn
 from thorough import every_other, slow
 
-from mlx_manager.mlx_server.devices.cuda import matmul as products
-from mlx_manager.mlx_server.devices.cuda.matmul import ProductKernels, Variant, gated_form
+from mlx_manager.mlx_server.devices.cuda.matmul import products
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Activation, Packed
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import (
     Form,
@@ -21,6 +20,11 @@ from mlx_manager.mlx_server.devices.cuda.matmul.forms import (
     Packing,
     RowForm,
     WarpForm,
+)
+from mlx_manager.mlx_server.devices.cuda.matmul.products import (
+    MatmulVariant,
+    ProductKernels,
+    gated_form,
 )
 
 BF16, F16 = mx.bfloat16, mx.float16
@@ -58,9 +62,9 @@ class Case:
         return type(self.form), self.packing is not None
 
     @property
-    def variant(self) -> Variant:
+    def variant(self) -> MatmulVariant:
         epsilon = 1e-5 if self.norm else None
-        return Variant(
+        return MatmulVariant(
             self.form,
             self.activation if self.gated else None,
             epsilon,

@@ -10,7 +10,7 @@ import pytest
 from devices.cuda.matmul.halves import bits, rounded
 
 from mlx_manager.mlx_server.devices.cuda.compiler import launch
-from mlx_manager.mlx_server.devices.cuda.matmul.factors import Norm
+from mlx_manager.mlx_server.devices.cuda.matmul.factors import RowNorm
 from mlx_manager.mlx_server.devices.cuda.matmul.sums import SumForm, SumKernels, Two, sum_source
 
 BF16, F16 = mx.bfloat16, mx.float16
@@ -117,7 +117,11 @@ def test_a_kernel_is_compiled_once_and_given_what_its_source_names(monkeypatch):
 
     monkeypatch.setattr(launch, "CudaKernel", compiled)
     kernels = SumKernels(BF16)
-    rows, norm, following = mx.zeros((5, 640)), Norm(mx.ones(640), 1e-6), Norm(mx.zeros(640), 1e-5)
+    rows, norm, following = (
+        mx.zeros((5, 640)),
+        RowNorm(mx.ones(640), 1e-6),
+        RowNorm(mx.zeros(640), 1e-5),
+    )
     assert kernels(rows, rows, norm, following) == kernels(rows, rows, norm, following)
     assert kernels(rows, rows, norm, None) == [(5, 640)]
     assert kernels(rows, rows, norm, None, mx.zeros(1)) == [(5, 640)]

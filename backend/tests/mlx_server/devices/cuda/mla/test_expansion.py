@@ -9,13 +9,14 @@ from devices.attention.test_kernels import BF16, DEVICE, F16
 from devices.cuda.mla.test_latent import Emulated
 from devices.portable import PortableChunks, turning
 
-from mlx_manager.mlx_server.devices.attention import Expansion, Text, build_expansion
 from mlx_manager.mlx_server.devices.attention.check import TOLERANCE, difference, numbers
+from mlx_manager.mlx_server.devices.attention.kinds import build_expansion
 from mlx_manager.mlx_server.devices.cuda.attention import chunks
 from mlx_manager.mlx_server.devices.cuda.attention.chunk_tiles import GroupTiles
 from mlx_manager.mlx_server.devices.cuda.attention.chunks import ChunkKernels
 from mlx_manager.mlx_server.devices.cuda.mla import expansion, latent
 from mlx_manager.mlx_server.devices.cuda.mla.check import check_expansion
+from mlx_manager.mlx_server.devices.cuda.mla.expansion import Expansion, QueryTokens
 from mlx_manager.mlx_server.devices.cuda.mla.latent import TurningKernels
 from mlx_manager.mlx_server.devices.cuda.mla.shape import LatentShape
 from mlx_manager.mlx_server.devices.kernel import Unsupported
@@ -137,7 +138,7 @@ def test_no_more_is_expanded_than_there_is_room_for(monkeypatch):
 def test_pages_that_texts_share_are_expanded_once():
     pages = np.array([[7, 3, 9, 4], [7, 3, 5, 0], [1, 8, 0, 0]], np.int32)
     lengths, queries = (125, 90, 33), (20, 30, 33)
-    texts = [Text(*own) for own in zip(queries, lengths, pages, strict=True)]
+    texts = [QueryTokens(*own) for own in zip(queries, lengths, pages, strict=True)]
     found = portable(GLM).plan(texts, padding=50)
     read, table = np.array(found.pages), np.array(found.table)
     assert len(read) == expansion.GRAIN // GLM.page_size
@@ -150,7 +151,7 @@ def test_pages_that_texts_share_are_expanded_once():
 
 
 def test_padding_sees_no_more_than_there_is():
-    found = portable(GLM).plan([Text(20, 20, np.array([2], np.int32))], padding=50)
+    found = portable(GLM).plan([QueryTokens(20, 20, np.array([2], np.int32))], padding=50)
     runs = np.array(found.plan.items).tolist()
     assert runs == [[0, 20, 0, 1], [20, 20, 0, 1], [40, 20, 0, 1], [60, 10, 0, 1]]
 

@@ -16,9 +16,9 @@ from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     LEAST,
     Activation,
     Experts,
-    Norm,
+    ExpertScoring,
     Packed,
-    Scoring,
+    RowNorm,
 )
 from mlx_manager.mlx_server.devices.cuda.matmul.forms import GroupForm, Packing, WarpForm, knows
 from mlx_manager.mlx_server.devices.cuda.moe.experts import (
@@ -61,7 +61,7 @@ class Case:
     dtype: mx.Dtype = BF16
     shared: int = 0
     gated: bool = True
-    scoring: Scoring = Scoring.SOFTMAX
+    scoring: ExpertScoring = ExpertScoring.SOFTMAX
     corrected: bool = False
     scale: float = 1.0
     least: float = LEAST
@@ -113,7 +113,7 @@ class Case:
 
 FLOATS = Packing(4, 32, 64, floats=1)
 MANY = {"held": 128, "groups": 4, "inner": 128}
-SIGMOID = {"scoring": Scoring.SIGMOID}
+SIGMOID = {"scoring": ExpertScoring.SIGMOID}
 CORRECTED = SIGMOID | {"corrected": True}
 EVERY = [
     Case("one-row", 1, 16, 4),
@@ -295,7 +295,7 @@ class Problem:
         before that is normalised or scaled."""
         case = self.case
         logits = self.logits(normed)[:, : case.experts - case.shared]
-        if case.scoring is Scoring.SIGMOID:
+        if case.scoring is ExpertScoring.SIGMOID:
             scores = sigmoid(logits)
             return scores + self.correction * case.corrected, scores
         weights = np.exp(logits - logits.max(1, keepdims=True))
@@ -306,7 +306,7 @@ class Problem:
         _, scores = self.competing(normed)
         own = np.take_along_axis(scores, chosen[:, : case.own], 1)
         if case.normalised:
-            least = case.least if case.scoring is Scoring.SIGMOID else 0.0
+            least = case.least if case.scoring is ExpertScoring.SIGMOID else 0.0
             own = own / (own.sum(1, keepdims=True) + least)
         if case.apart:
             own = own * self.scales[chosen[:, : case.own]]
@@ -446,7 +446,7 @@ def test_a_load_sees_routes_that_are_wrong(kernels, case):
     assert wrong(errands=other) == "experts are given others' rows"
 
 
-SIGMOIDS = [case for case in CASES if case.scoring is Scoring.SIGMOID]
+SIGMOIDS = [case for case in CASES if case.scoring is ExpertScoring.SIGMOID]
 
 
 @pytest.mark.parametrize("case", SIGMOIDS, ids=lambda case: case.name)
@@ -567,8 +567,8 @@ def test_kernels_of_experts_are_given_what_their_sources_name(monkeypatch, rows,
     monkeypatch.setattr(launch, "CudaKernel", compiled)
     numbers = mx.ones(16)
     own = {"router_norm": mx.ones(256, BF16), "router_bias": numbers, "scales": numbers + 1}
-    experts = replace(experts_of(), correction=numbers + 2, scoring=Scoring.SIGMOID, **own)
-    hidden, norm = mx.ones((rows, 256), BF16), Norm(mx.ones(256, BF16), EPSILON)
+    experts = replace(experts_of(), correction=numbers + 2, scoring=ExpertScoring.SIGMOID, **own)
+    hidden, norm = mx.ones((rows, 256), BF16), RowNorm(mx.ones(256, BF16), EPSILON)
     launching = ExpertKernels(BF16, H200)
     launching._routes_many[launching._router_kind(experts)] = True
     made = launching(hidden, norm, experts, alone=alone)

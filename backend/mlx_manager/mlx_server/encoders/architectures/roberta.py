@@ -8,9 +8,13 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.encoders.batch import Batch
-from mlx_manager.mlx_server.encoders.families.bert import OLD_NAMES, Bert, sizes_of
-from mlx_manager.mlx_server.encoders.families.family import Config, Family, Head
+from mlx_manager.mlx_server.encoders.architectures.architecture import (
+    Architecture,
+    Config,
+    ScoreHead,
+)
+from mlx_manager.mlx_server.encoders.architectures.bert import OLD_NAMES, Bert, sizes_of
+from mlx_manager.mlx_server.encoders.batch import PaddedBatch
 
 PADDING = 1
 """The padding's id, where config.json does not say."""
@@ -23,11 +27,11 @@ class Roberta(Bert):
         super().__init__(config)
         self._padding = config.whole("pad_token_id", PADDING, least=0)
 
-    def places(self, batch: Batch) -> mx.array:
+    def places(self, batch: PaddedBatch) -> mx.array:
         return places_after(batch.ids, self._padding)
 
 
-class FirstTokenHead(Head):
+class FirstTokenHead(ScoreHead):
     """`RobertaClassificationHead`: a layer, tanh and a layer on the first token."""
 
     def __init__(self, config: Config, labels: int) -> None:
@@ -35,7 +39,7 @@ class FirstTokenHead(Head):
         size = config.whole("hidden_size", 768)
         self.classifier = {"dense": nn.Linear(size, size), "out_proj": nn.Linear(size, labels)}
 
-    def __call__(self, hidden: mx.array, batch: Batch) -> mx.array:
+    def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
         dense, out = self.classifier["dense"], self.classifier["out_proj"]
         logits: mx.array = out(mx.tanh(dense(hidden[:, 0])))
         return logits
@@ -48,7 +52,7 @@ def places_after(ids: mx.array, padding: int) -> mx.array:
     return mx.cumsum(counted, axis=1) * counted + padding
 
 
-FAMILY = Family(
+ARCHITECTURE = Architecture(
     sizes_of,
     Roberta,
     FirstTokenHead,

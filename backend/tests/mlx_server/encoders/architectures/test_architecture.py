@@ -8,10 +8,10 @@ import mlx.core as mx
 import pytest
 from tiny_encoders import CONFIGS
 
-from mlx_manager.mlx_server.encoders.families import FAMILIES
-from mlx_manager.mlx_server.encoders.families.family import Config
-from mlx_manager.mlx_server.encoders.families.mpnet import buckets_of
-from mlx_manager.mlx_server.encoders.families.roberta import places_after
+from mlx_manager.mlx_server.encoders.architectures import ARCHITECTURES
+from mlx_manager.mlx_server.encoders.architectures.architecture import Config
+from mlx_manager.mlx_server.encoders.architectures.mpnet import buckets_of
+from mlx_manager.mlx_server.encoders.architectures.roberta import places_after
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
 from mlx_manager.mlx_server.models.architectures import ENCODERS
 
@@ -21,7 +21,7 @@ def config(**values: Any) -> Config:
 
 
 def test_what_is_listed_as_served_has_a_module():
-    assert FAMILIES.keys() == ENCODERS == CONFIGS.keys()
+    assert ARCHITECTURES.keys() == ENCODERS == CONFIGS.keys()
 
 
 @pytest.mark.parametrize("value", [0, -3, 2.0, True, "2", [2]])
@@ -65,14 +65,14 @@ def test_a_base_for_all_layers_is_that_of_each():
     assert config(rope_parameters={"rope_theta": 3.0}).rotary_base(7.0) == 3.0
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "modernbert", "qwen3"])
+@pytest.mark.parametrize("architecture", ["gemma3_text", "modernbert", "qwen3"])
 @pytest.mark.parametrize(
     "rope", [{"rope_type": "linear", "factor": 8.0}, {"partial_rotary_factor": 0.5}]
 )
-def test_positions_that_are_scaled_are_refused(family: str, rope: dict[str, Any]):
-    values = CONFIGS[family] | {"rope_parameters": {"rope_theta": 1e4, **rope}}
+def test_positions_that_are_scaled_are_refused(architecture: str, rope: dict[str, Any]):
+    values = CONFIGS[architecture] | {"rope_parameters": {"rope_theta": 1e4, **rope}}
     with pytest.raises(ModelNotSupported, match="m has a RoPE scaling"):
-        FAMILIES[family].sizes(Config(values, "m"))
+        ARCHITECTURES[architecture].sizes(Config(values, "m"))
 
 
 def test_places_are_counted_from_the_paddings_on():

@@ -10,15 +10,15 @@ import math
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.encoders.batch import CAUSAL, Batch, Mask
-from mlx_manager.mlx_server.encoders.families.family import (
+from mlx_manager.mlx_server.encoders.architectures.architecture import (
+    Architecture,
     Body,
     Config,
-    Family,
     Sizes,
     attend,
     split,
 )
+from mlx_manager.mlx_server.encoders.batch import CAUSAL, Mask, PaddedBatch
 
 HEAD_SIZE, GLOBAL, LOCAL = 256, 1_000_000.0, 10_000.0
 
@@ -100,7 +100,7 @@ class Gemma3(Body):
         self.layers = [Layer(config, near if is_near else everywhere) for is_near in self._near]
         self.norm = Norm(size, config.number("rms_norm_eps", 1e-6))
 
-    def __call__(self, batch: Batch, made: list[mx.array]) -> mx.array:
+    def __call__(self, batch: PaddedBatch, made: list[mx.array]) -> mx.array:
         x: mx.array = self.embed_tokens(batch.ids)
         x = x * mx.array(math.sqrt(self.sizes.hidden), x.dtype)
         everywhere: Mask = CAUSAL if self._back else batch.to_all()
@@ -148,4 +148,6 @@ def sizes_of(config: Config) -> Sizes:
     )
 
 
-FAMILY = Family(sizes_of, Gemma3, None, prefix="model.", unread=("lm_head.",), wide=True)
+ARCHITECTURE = Architecture(
+    sizes_of, Gemma3, None, prefix="model.", unread=("lm_head.",), wide=True
+)

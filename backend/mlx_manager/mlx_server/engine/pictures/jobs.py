@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_manager.mlx_server import core
-from mlx_manager.mlx_server.engine.images import Tower
 from mlx_manager.mlx_server.engine.pictures.features import FeatureCache
+from mlx_manager.mlx_server.engine.prompt_images import Tower
 from mlx_manager.mlx_server.engine.sequence import Sequence as Row
 from mlx_manager.mlx_server.errors import OutOfMemory
 from mlx_manager.mlx_server.execution.images import Features

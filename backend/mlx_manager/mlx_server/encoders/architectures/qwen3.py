@@ -8,16 +8,16 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.encoders.batch import CAUSAL, Batch
-from mlx_manager.mlx_server.encoders.families.family import (
+from mlx_manager.mlx_server.encoders.architectures.architecture import (
+    Architecture,
     Body,
     Config,
-    Family,
-    Head,
+    ScoreHead,
     Sizes,
     attend,
     split,
 )
+from mlx_manager.mlx_server.encoders.batch import CAUSAL, PaddedBatch
 
 HEAD_SIZE, BASE = 128, 10_000.0
 
@@ -81,7 +81,7 @@ class Qwen3(Body):
         self.layers = [Layer(config, base) for _ in range(layers)]
         self.norm = nn.RMSNorm(size, eps=config.number("rms_norm_eps", 1e-6))
 
-    def __call__(self, batch: Batch, made: list[mx.array]) -> mx.array:
+    def __call__(self, batch: PaddedBatch, made: list[mx.array]) -> mx.array:
         x: mx.array = self.embed_tokens(batch.ids)
         for layer in self.layers:
             x = layer(x)
@@ -90,14 +90,14 @@ class Qwen3(Body):
         return normed
 
 
-class LastTokenHead(Head):
+class LastTokenHead(ScoreHead):
     """`Qwen3ForSequenceClassification`'s head: a layer on the last token."""
 
     def __init__(self, config: Config, labels: int) -> None:
         super().__init__()
         self.score = nn.Linear(config.whole("hidden_size", 4096), labels, bias=False)
 
-    def __call__(self, hidden: mx.array, batch: Batch) -> mx.array:
+    def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
         rows = mx.arange(hidden.shape[0])
         logits: mx.array = self.score(hidden[rows, batch.lengths - 1])
         return logits
@@ -125,4 +125,4 @@ def sizes_of(config: Config) -> Sizes:
     )
 
 
-FAMILY = Family(sizes_of, Qwen3, LastTokenHead, prefix="model.", unread=("lm_head.",))
+ARCHITECTURE = Architecture(sizes_of, Qwen3, LastTokenHead, prefix="model.", unread=("lm_head.",))

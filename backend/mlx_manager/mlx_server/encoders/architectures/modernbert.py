@@ -8,17 +8,17 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.encoders.batch import Batch, Mask
-from mlx_manager.mlx_server.encoders.families.family import (
+from mlx_manager.mlx_server.encoders.architectures.architecture import (
+    Architecture,
     Body,
     Config,
-    Family,
-    Head,
+    ScoreHead,
     Sizes,
     attend,
     head_size,
     split,
 )
+from mlx_manager.mlx_server.encoders.batch import Mask, PaddedBatch
 from mlx_manager.mlx_server.encoders.pooling import pooled
 from mlx_manager.mlx_server.models.checkpoint.sentence import Pooling
 
@@ -93,7 +93,7 @@ class ModernBert(Body):
         ]
         self.final_norm = norm(config)
 
-    def __call__(self, batch: Batch, made: list[mx.array]) -> mx.array:
+    def __call__(self, batch: PaddedBatch, made: list[mx.array]) -> mx.array:
         x: mx.array = self.embeddings["norm"](self.embeddings["tok_embeddings"](batch.ids))
         everywhere, near = batch.to_all(), batch.to_near(self._reach)
         for layer, is_near in zip(self.layers, self._near, strict=True):
@@ -103,7 +103,7 @@ class ModernBert(Body):
         return normed
 
 
-class PredictionHead(Head):
+class PredictionHead(ScoreHead):
     """`ModernBertForSequenceClassification`'s head: a layer, an activation and a norm on the pooled
     tokens, and a layer."""
 
@@ -117,7 +117,7 @@ class PredictionHead(Head):
         offered: dict[str, Pooling] = {"cls": "cls", "mean": "mean"}
         self._pooling = config.choice("classifier_pooling", offered, "cls")
 
-    def __call__(self, hidden: mx.array, batch: Batch) -> mx.array:
+    def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
         vectors = pooled(hidden, batch, (self._pooling,)).astype(hidden.dtype)
         logits: mx.array = self.classifier(
             self.head["norm"](self._act(self.head["dense"](vectors)))
@@ -159,7 +159,7 @@ def sizes_of(config: Config) -> Sizes:
     )
 
 
-FAMILY = Family(
+ARCHITECTURE = Architecture(
     sizes_of,
     ModernBert,
     PredictionHead,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.encoders.batch import Batch, Mask
+from mlx_manager.mlx_server.encoders.batch import Mask, PaddedBatch
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ModelNotSupported
 from mlx_manager.mlx_server.models.checkpoint.rope import rotations
 
@@ -182,21 +182,21 @@ class Body(nn.Module):  # type: ignore[misc]
     sizes: Sizes
 
     @abstractmethod
-    def __call__(self, batch: Batch, made: list[mx.array]) -> mx.array:
+    def __call__(self, batch: PaddedBatch, made: list[mx.array]) -> mx.array:
         """Return the last layer's output (rows, longest, hidden), and append each layer's to
         `made`, not evaluated."""
 
 
-class Head(nn.Module):  # type: ignore[misc]
+class ScoreHead(nn.Module):  # type: ignore[misc]
     """The layers that make scores of an architecture's output."""
 
     @abstractmethod
-    def __call__(self, hidden: mx.array, batch: Batch) -> mx.array:
+    def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
         """Return (rows, labels) for `hidden`, (rows, longest, hidden)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Architecture:
     """An architecture, and the names of its checkpoints.
 
     sizes: checks a config, and returns its figures; no module is made.
@@ -208,7 +208,7 @@ class Family:
 
     sizes: Callable[[Config], Sizes]
     body: Callable[[Config], Body]
-    head: Callable[[Config, int], Head] | None
+    head: Callable[[Config, int], ScoreHead] | None
     prefix: str
     unread: tuple[str, ...]
     renamed: Mapping[str, str] | None = None

@@ -12,18 +12,18 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from mlx_manager.mlx_server.encoders.batch import Batch, Mask
-from mlx_manager.mlx_server.encoders.families.bert import OLD_NAMES, Embeddings, PostNormLayer
-from mlx_manager.mlx_server.encoders.families.bert import sizes_of as sizes_of_bert
-from mlx_manager.mlx_server.encoders.families.family import (
+from mlx_manager.mlx_server.encoders.architectures.architecture import (
+    Architecture,
     Body,
     Config,
-    Family,
     Sizes,
     attend,
     split,
 )
-from mlx_manager.mlx_server.encoders.families.roberta import FirstTokenHead, places_after
+from mlx_manager.mlx_server.encoders.architectures.bert import OLD_NAMES, Embeddings, PostNormLayer
+from mlx_manager.mlx_server.encoders.architectures.bert import sizes_of as sizes_of_bert
+from mlx_manager.mlx_server.encoders.architectures.roberta import FirstTokenHead, places_after
+from mlx_manager.mlx_server.encoders.batch import Mask, PaddedBatch
 
 PADDING = 1
 """The padding's id by which positions are counted, whatever config.json says."""
@@ -67,7 +67,7 @@ class MPNet(Body):
             "relative_attention_bias": nn.Embedding(BUCKETS, self.sizes.heads),
         }
 
-    def __call__(self, batch: Batch, made: list[mx.array]) -> mx.array:
+    def __call__(self, batch: PaddedBatch, made: list[mx.array]) -> mx.array:
         x = self.embeddings(batch, places_after(batch.ids, PADDING))
         bias = self.encoder["relative_attention_bias"](buckets_of(x.shape[1]))
         bias = bias.astype(x.dtype).transpose(2, 0, 1)
@@ -106,7 +106,7 @@ def buckets_of(longest: int) -> mx.array:
     return by_distance[away + longest - 1]
 
 
-FAMILY = Family(
+ARCHITECTURE = Architecture(
     sizes_of,
     MPNet,
     FirstTokenHead,

@@ -8,17 +8,17 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.encoders.batch import Batch, Mask
-from mlx_manager.mlx_server.encoders.families.family import (
+from mlx_manager.mlx_server.encoders.architectures.architecture import (
+    Architecture,
     Body,
     Config,
-    Family,
-    Head,
+    ScoreHead,
     Sizes,
     attend,
     head_size,
     split,
 )
+from mlx_manager.mlx_server.encoders.batch import Mask, PaddedBatch
 
 EPS = 1e-12
 
@@ -60,7 +60,7 @@ class DistilBert(Body):
         layers = config.whole("n_layers", 6)
         self.transformer = {"layer": [Layer(config) for _ in range(layers)]}
 
-    def __call__(self, batch: Batch, made: list[mx.array]) -> mx.array:
+    def __call__(self, batch: PaddedBatch, made: list[mx.array]) -> mx.array:
         places = self.embeddings["position_embeddings"](mx.arange(batch.ids.shape[1]))
         x: mx.array = self.embeddings["LayerNorm"](
             self.embeddings["word_embeddings"](batch.ids) + places
@@ -72,7 +72,7 @@ class DistilBert(Body):
         return x
 
 
-class FirstTokenHead(Head):
+class FirstTokenHead(ScoreHead):
     """`DistilBertForSequenceClassification`'s head: a layer, ReLU and a layer on the first
     token."""
 
@@ -82,7 +82,7 @@ class FirstTokenHead(Head):
         self.pre_classifier = nn.Linear(size, size)
         self.classifier = nn.Linear(size, labels)
 
-    def __call__(self, hidden: mx.array, batch: Batch) -> mx.array:
+    def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
         logits: mx.array = self.classifier(nn.relu(self.pre_classifier(hidden[:, 0])))
         return logits
 
@@ -104,7 +104,7 @@ def sizes_of(config: Config) -> Sizes:
     )
 
 
-FAMILY = Family(
+ARCHITECTURE = Architecture(
     sizes_of,
     DistilBert,
     FirstTokenHead,

@@ -8,17 +8,17 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx import nn
 
-from mlx_manager.mlx_server.encoders.batch import Batch, Mask
-from mlx_manager.mlx_server.encoders.families.family import (
+from mlx_manager.mlx_server.encoders.architectures.architecture import (
+    Architecture,
     Body,
     Config,
-    Family,
-    Head,
+    ScoreHead,
     Sizes,
     attend,
     head_size,
     split,
 )
+from mlx_manager.mlx_server.encoders.batch import Mask, PaddedBatch
 
 OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -35,7 +35,7 @@ class Embeddings(nn.Module):  # type: ignore[misc]
             self.token_type_embeddings = nn.Embedding(segments, size)
         self.LayerNorm = nn.LayerNorm(size, eps=config.number("layer_norm_eps", 1e-12))
 
-    def __call__(self, batch: Batch, places: mx.array) -> mx.array:
+    def __call__(self, batch: PaddedBatch, places: mx.array) -> mx.array:
         """Return (rows, longest, hidden). places: positions of the tokens, (longest,) or (rows,
         longest)."""
         x = self.word_embeddings(batch.ids) + self.position_embeddings(places)
@@ -116,7 +116,7 @@ class Bert(Body):
         layers = config.whole("num_hidden_layers", 12)
         self.encoder = {"layer": [Layer(config) for _ in range(layers)]}
 
-    def __call__(self, batch: Batch, made: list[mx.array]) -> mx.array:
+    def __call__(self, batch: PaddedBatch, made: list[mx.array]) -> mx.array:
         x = self.embeddings(batch, self.places(batch))
         mask = batch.to_all()
         for layer in self.encoder["layer"]:
@@ -124,12 +124,12 @@ class Bert(Body):
             made.append(x)
         return x
 
-    def places(self, batch: Batch) -> mx.array:
+    def places(self, batch: PaddedBatch) -> mx.array:
         """Return the tokens' positions."""
         return mx.arange(batch.ids.shape[1])
 
 
-class PooledHead(Head):
+class PooledHead(ScoreHead):
     """`BertForSequenceClassification`'s head: the pooler on the first token, and a layer."""
 
     def __init__(self, config: Config, labels: int) -> None:
@@ -138,7 +138,7 @@ class PooledHead(Head):
         self.pooler = {"dense": nn.Linear(size, size)}
         self.classifier = nn.Linear(size, labels)
 
-    def __call__(self, hidden: mx.array, batch: Batch) -> mx.array:
+    def __call__(self, hidden: mx.array, batch: PaddedBatch) -> mx.array:
         logits: mx.array = self.classifier(mx.tanh(self.pooler["dense"](hidden[:, 0])))
         return logits
 
@@ -164,7 +164,7 @@ def sizes_of(config: Config) -> Sizes:
     )
 
 
-FAMILY = Family(
+ARCHITECTURE = Architecture(
     sizes_of,
     Bert,
     PooledHead,
