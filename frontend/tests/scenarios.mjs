@@ -432,6 +432,22 @@ scenario('a missed prefix is explained', async (its) => {
   await page.getByText(/At token \d+: messages\[0\] \(system\) from \d+ on has changed/).first().waitFor();
 });
 
+scenario('the part of drafts that is accepted is shown', async (its) => {
+  const { page } = its;
+  const ask = async (more) => {
+    const data = { model: 'mlx-manager/demo', temperature: 0, ...more };
+    data.messages = [{ role: 'user', content: 'How do I stop the server?' }];
+    const answer = await page.request.post(`${its.servers.open}/v1/chat/completions`, { data });
+    return (await answer.json()).choices[0].message.content;
+  };
+  const content = await ask({});
+  await ask({ prediction: { type: 'content', content } });
+  await open(its, '/#/models');
+  await row(its, 'mlx-manager/demo').getByText(/ \d+ % of drafts accepted/).waitFor();
+  await open(its, '/#/now');
+  await page.getByText('Accepted of drafts', { exact: true }).waitFor();
+});
+
 scenario('the admin token opens what is the owner’s', async (its) => {
   const { page } = its;
   await open(its, '/#/now', 'closed');

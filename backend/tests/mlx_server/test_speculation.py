@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -21,6 +21,7 @@ base = "{DEMO}"
 speculation = "off"
 """
 QUESTION = "How do I stop the server?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -178,6 +179,90 @@ def test_an_owner_switches_it_off_for_a_model_and_a_request_on_again(client: htt
     asked = {"temperature": 0, "prediction": {"type": "content", "content": text}}
     assert details(chat(client, "plain", **asked)) == (0, 0)
     assert details(chat(client, "plain", **asked, speculation="auto"))[0] > 0
+
+
+def responded(client: httpx.Client, **more: Any) -> str:
+    body = {"model": DEMO, "input": QUESTION, "temperature": 0, "store": False}
+    answer = client.post("/v1/responses", json=body | more)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["output"][-1]["content"][0]["text"]
+    return text
+
+
+def messaged(client: httpx.Client, **more: Any) -> str:
+    body = {"model": DEMO, "messages": MESSAGES, "temperature": 0, "max_tokens": 300}
+    answer = client.post("/v1/messages", json=body | more)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["content"][-1]["text"]
+    return text
+
+
+def completed(client: httpx.Client, **more: Any) -> str:
+    body = {"model": DEMO, "prompt": "To stop it, press", "temperature": 0, "max_tokens": 40}
+    answer = client.post("/v1/completions", json=body | more)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.parametrize("answered", [responded, messaged, completed])
+def test_every_protocol_takes_predictions_and_may_go_without(
+    client: httpx.Client, answered: Callable[..., str]
+) -> None:
+    text = answered(client)
+    prediction = {"type": "content", "content": text}
+
+    def drafts(**more: Any) -> float:
+        before = counter(client, "spec_decode_num_accepted_tokens")
+        assert answered(client, prediction=prediction, **more) == text
+        return counter(client, "spec_decode_num_accepted_tokens") - before
+
+    assert drafts() > 0
+    assert drafts(speculation="auto") > 0
+    assert drafts(speculation="off") == 0
+
+
+def test_a_response_counts_tokens_of_its_prediction(client: httpx.Client) -> None:
+    body = {"model": DEMO, "input": QUESTION, "temperature": 0}
+    body["prediction"] = {"type": "content", "content": responded(client)}
+    found = client.post("/v1/responses", json=body).json()["usage"]["output_tokens_details"]
+    assert found["accepted_prediction_tokens"] > 0
+    assert found["rejected_prediction_tokens"] == 0
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_an_option_switches_it_off_for_clients_of_ollama(client: httpx.Client, path: str) -> None:
+    schema = {"type": "object", "properties": SCHEMA["properties"], "required": ["occupation"]}
+    body: dict[str, Any] = {"model": DEMO, "stream": False, "format": schema}
+    body |= {"prompt": QUESTION, "messages": [{"role": "user", "content": QUESTION}]}
+    del body["messages" if path == "/api/generate" else "prompt"]
+
+    def drafts(**options: Any) -> float:
+        before = counter(client, "spec_decode_num_drafts")
+        answer = client.post(path, json=body | {"options": {"temperature": 0, **options}})
+        assert answer.status_code == 200, answer.text
+        assert "x-unknown-fields" not in answer.headers
+        return counter(client, "spec_decode_num_drafts") - before
+
+    assert drafts() > 0
+    assert drafts(speculation="off") == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/responses", {"input": "x", "speculation": "never"}, "speculation"),
+        ("/v1/messages", {"max_tokens": 1, "prediction": "x"}, "prediction"),
+        ("/api/chat", {"options": {"speculation": "never"}}, "options.speculation"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(
+    client: httpx.Client, path: str, body: dict[str, Any], field: str
+) -> None:
+    asked = {"model": DEMO} if "input" in body else {"model": DEMO, "messages": MESSAGES}
+    answer = client.post(path, json=asked | body)
+    assert answer.status_code == 400
+    assert f"`{field}`" in answer.text
 
 
 def test_completions_may_go_without(client: httpx.Client) -> None:

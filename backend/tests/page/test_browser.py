@@ -155,7 +155,10 @@ def results(
     ):
         patch.setenv("HF_ENDPOINT", hub.url)
         patch.setenv("HF_HOME", str(folder / "hub"))
-        settings = {"models_dir": make_models(folder / "models"), "models_file": models_file}
+        settings = {
+            **{"models_dir": make_models(folder / "models"), "models_file": models_file},
+            "speculation": "on",
+        }
         with live_server(folder / "open.txt", offline=False, hf_cache=True, **settings) as plain:
             options = {
                 "chromium": CHROMIUM,

@@ -47,3 +47,7 @@ export function day(ms: number): string {
 export function message(error: unknown): string {
   return error instanceof Error ? error.message : String(error);
 }
+
+export function percent(share: number): string {
+  return `${Math.round(share * 100)} %`;
+}

@@ -23,7 +23,10 @@ SECONDS = 10.0
 """Length of a sample."""
 SAMPLES = 360
 CALLS = 200
-COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_queries", "prefix_hits")
+COUNTERS = (
+    *("generated_tokens", "prompt_tokens", "prefix_queries", "prefix_hits"),
+    *("draft_tokens", "accepted_tokens"),
+)
 
 Figures = Callable[[], Mapping[str, Any]]
 
@@ -33,9 +36,10 @@ class Sample:
     """A stretch of time with work in it. time: its end, in seconds since 1970.
 
     tokens, prompt_tokens: generated, and read in prompts, by all models. prefix_queries,
-    prefix_hits: tokens that were looked for among those kept, and found. first, gaps: median and
-    99th percentile of the times to the first token and between tokens, in seconds; None: there
-    were none.
+    prefix_hits: tokens that were looked for among those kept, and found. draft_tokens,
+    accepted_tokens: those that were tried ahead, and those of them that were drawn. first, gaps:
+    median and 99th percentile of the times to the first token and between tokens, in seconds; None:
+    there were none.
     """
 
     time: float
@@ -44,6 +48,8 @@ class Sample:
     prompt_tokens: int
     prefix_queries: int
     prefix_hits: int
+    draft_tokens: int
+    accepted_tokens: int
     first: tuple[float, float] | None
     gaps: tuple[float, float] | None
 
@@ -176,6 +182,8 @@ class History:
                     grown["prompt_tokens"],
                     grown["prefix_queries"],
                     grown["prefix_hits"],
+                    grown["draft_tokens"],
+                    grown["accepted_tokens"],
                     (_at(firsts, 0.5), _at(firsts, 0.99)) if firsts else None,
                     self._gaps(engines),
                 )

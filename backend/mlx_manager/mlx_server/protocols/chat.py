@@ -59,6 +59,7 @@ from mlx_manager.mlx_server.protocols.parameters import (
     counts_all_along,
     includes_usage,
     limited,
+    prediction,
     refuse_unsupported,
     sampling,
     stop_rules,
@@ -121,7 +122,7 @@ def requests(body: ChatCompletionRequest, head: AnswerHead) -> list[GenerationRe
     prompt = conversation(body)
     stop = stop_rules(body, max_tokens)
     content = constraint(body)
-    predicted = _prediction(body)
+    predicted = prediction(body)
     return [
         GenerationRequest(
             model=head.model,
@@ -140,33 +141,6 @@ def requests(body: ChatCompletionRequest, head: AnswerHead) -> list[GenerationRe
         )
         for draw in range(head.n)
     ]
-
-
-def _prediction(body: ChatCompletionRequest) -> str:
-    """Return the text that the answer is expected to be much like, "" without one.
-
-    Raises:
-        InvalidParameter: a part of it lacks its text.
-        UnsupportedParameter: a part of it is no text.
-    """
-    if body.prediction is None:
-        return ""
-    content, path = body.prediction.content, "prediction.content"
-    if isinstance(content, str):
-        return content
-    texts = []
-    for i, part in enumerate(content):
-        if part.type != "text":
-            raise UnsupportedParameter(
-                f"`{path}[{i}]` is of type {part.type!r}; a prediction is text only.",
-                param=f"{path}[{i}].type",
-            )
-        if part.text is None:
-            raise InvalidParameter(
-                f"`{path}[{i}]` of type text needs a `text`.", param=f"{path}[{i}].text"
-            )
-        texts.append(part.text)
-    return "".join(texts)
 
 
 def _max_tokens(body: ChatCompletionRequest) -> int | None:

@@ -135,6 +135,7 @@ class Summarising:
             thinking_budget=most // 2,
             constraint=None,
             logprobs=None,
+            prediction="",
         )
         said = self._prompt.messages
         # A tool's result is of no use without its call.

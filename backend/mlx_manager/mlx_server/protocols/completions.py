@@ -37,6 +37,7 @@ from mlx_manager.mlx_server.protocols.parameters import (
     counts_all_along,
     includes_usage,
     limited,
+    prediction,
     refuse_unsupported,
     sampling,
     stop_rules,
@@ -130,6 +131,7 @@ def requests(body: CompletionRequest, head: AnswerHead) -> list[GenerationReques
         )
     stop = stop_rules(body, max_tokens)
     content = constraint(body)
+    predicted = prediction(body)
     return [
         GenerationRequest(
             model=head.model,
@@ -142,6 +144,7 @@ def requests(body: CompletionRequest, head: AnswerHead) -> list[GenerationReques
             constraint=content,
             priority=body.priority or 0,
             return_ids=head.return_ids,
+            prediction=predicted,
             speculation=body.speculation,
             request_id=head.id,
         )

@@ -51,7 +51,7 @@ from mlx_manager.mlx_server.protocols.dialects import MESSAGES, OF_PROMPTS, Refu
 from mlx_manager.mlx_server.protocols.hosted import check_demand, demanded, told, unknown_tool
 from mlx_manager.mlx_server.protocols.images import content_of, parts_of, seen
 from mlx_manager.mlx_server.protocols.neighbours import merged
-from mlx_manager.mlx_server.protocols.parameters import refuse_unsupported, sampling
+from mlx_manager.mlx_server.protocols.parameters import prediction, refuse_unsupported, sampling
 from mlx_manager.mlx_server.protocols.pieces import whole
 from mlx_manager.mlx_server.protocols.thinking import closed, opened
 from mlx_manager.mlx_server.schemas.anthropic import (
@@ -178,6 +178,8 @@ def request(body: MessagesRequest, head: MessageHead) -> GenerationRequest:
         constraint=constraint,
         thinking_budget=body.thinking.budget_tokens if body.thinking else None,
         priority=body.priority or 0,
+        prediction=prediction(body),
+        speculation=body.speculation,
         request_id=head.id,
     )
 

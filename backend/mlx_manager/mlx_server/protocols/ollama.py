@@ -210,6 +210,7 @@ def _request(body: OllamaBody, head: OllamaHead, prompt: Prompt) -> GenerationRe
         max_tokens=options.num_predict if limited else None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         constraint=_constraint(body),
+        speculation=options.speculation,
         request_id=head.id,
     )
 

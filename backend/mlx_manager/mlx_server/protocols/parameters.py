@@ -120,6 +120,33 @@ def sampling(body: SamplingParameters, draw: int = 0) -> Sampling:
     )
 
 
+def prediction(body: SamplingParameters) -> str:
+    """Return the text that the answer is expected to be much like, "" without one.
+
+    Raises:
+        InvalidParameter: a part of it lacks its text.
+        UnsupportedParameter: a part of it is no text.
+    """
+    if body.prediction is None:
+        return ""
+    content, path = body.prediction.content, "prediction.content"
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        if part.type != "text":
+            raise UnsupportedParameter(
+                f"`{path}[{i}]` is of type {part.type!r}; a prediction is text only.",
+                param=f"{path}[{i}].type",
+            )
+        if part.text is None:
+            raise InvalidParameter(
+                f"`{path}[{i}]` of type text needs a `text`.", param=f"{path}[{i}].text"
+            )
+        texts.append(part.text)
+    return "".join(texts)
+
+
 def stop_rules(body: GenerationParameters, max_tokens: int | None) -> StopRules:
     """
     Raises:

@@ -75,7 +75,7 @@ from mlx_manager.mlx_server.protocols.hosted import (
 from mlx_manager.mlx_server.protocols.images import content_of, parts_of, seen, url_of
 from mlx_manager.mlx_server.protocols.logprobs import PIECE, entries
 from mlx_manager.mlx_server.protocols.neighbours import merged
-from mlx_manager.mlx_server.protocols.parameters import refuse_unsupported, sampling
+from mlx_manager.mlx_server.protocols.parameters import prediction, refuse_unsupported, sampling
 from mlx_manager.mlx_server.protocols.pieces import filled, joined, sliced, whole
 from mlx_manager.mlx_server.protocols.thinking import closed, opened
 from mlx_manager.mlx_server.schemas.hosted import is_item, is_tool
@@ -224,6 +224,8 @@ def request(
         logprobs=(body.top_logprobs or 0) if asked else None,
         constraint=_constraint(body.text, [*history, *items]),
         priority=body.priority or 0,
+        prediction=prediction(body),
+        speculation=body.speculation,
         request_id=head.id,
     )
 
@@ -943,11 +945,16 @@ def _shown_tool(tool: ResponsesTool) -> JsonItem:
 
 
 def _usage(usage: core.Usage) -> JsonItem:
+    details = {"reasoning_tokens": usage.reasoning_tokens}
+    if usage.accepted_prediction_tokens or usage.rejected_prediction_tokens:
+        # Names of OpenAI's chat completions; its Responses has no predictions.
+        details["accepted_prediction_tokens"] = usage.accepted_prediction_tokens
+        details["rejected_prediction_tokens"] = usage.rejected_prediction_tokens
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "output_tokens_details": details,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

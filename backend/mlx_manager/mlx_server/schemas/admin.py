@@ -115,6 +115,8 @@ class Sample(Wire):
     prompt_tokens: int
     prefix_queries: int
     prefix_hits: int
+    draft_tokens: int
+    accepted_tokens: int
     first: tuple[float, float] | None = Field(description="Median and 99th percentile")
     gaps: tuple[float, float] | None = Field(description="Median and 99th percentile")
 

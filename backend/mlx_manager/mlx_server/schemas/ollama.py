@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.limits import (
     TopP,
 )
 from mlx_manager.mlx_server.schemas.openai import FunctionDefinition, Stop
+from mlx_manager.mlx_server.schemas.sampling import Speculation
 from mlx_manager.mlx_server.schemas.wire import (
     Images,
     Many,
@@ -73,6 +74,9 @@ class OllamaOptions(Wire):
     mirostat: int | None = None
     tfs_z: float | None = None
     typical_p: float | None = None
+    speculation: Speculation | None = Field(
+        None, description="off: write one token a step; not Ollama's"
+    )
 
     # Options of Ollama's runner: accepted, and without effect here.
     numa: Any = None

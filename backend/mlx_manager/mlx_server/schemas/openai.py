@@ -297,11 +297,6 @@ class GenerationParameters(SamplingParameters):
     best_of: int | None = Field(
         None, ge=1, le=20, description="Draw that many, return the n likeliest by mean logprob"
     )
-    speculation: Literal["auto", "off"] | None = Field(
-        None,
-        description="off: write one token a step, even where several that are likely could be "
-        "tried; the answer is the same",
-    )
     include_timings: bool | None = Field(
         None,
         description="`timings` of the answer, in a stream with each choice's last chunk: tokens a "
@@ -340,13 +335,6 @@ class GenerationParameters(SamplingParameters):
     include_stop_str_in_output: bool | None = Field(None, description="Stop string kept in text")
     prompt_logprobs: int | None = Field(None, description="Logprobs of the prompt's tokens")
     truncate_prompt_tokens: int | None = Field(None, description="Keep the prompt's last tokens")
-
-
-class Prediction(Wire):
-    """Text that the answer is expected to be much like, such as a file that is to be changed."""
-
-    type: Literal["content"]
-    content: Content
 
 
 class ChatCompletionRequest(GenerationParameters):
@@ -392,9 +380,6 @@ class ChatCompletionRequest(GenerationParameters):
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Alternatives per token")
     modalities: Many[str] | None = Field(None, description="Kinds of output")
     audio: Any = Field(None, description="Voice and format of spoken output")
-    prediction: Prediction | None = Field(
-        None, description="Text that the answer is expected to be much like, which makes it faster"
-    )
     web_search_options: Any = Field(
         None, description="Left out and named in `x-ignored-tools`: nothing here searches the web"
     )

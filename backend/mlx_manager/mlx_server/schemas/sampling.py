@@ -1,13 +1,35 @@
-"""Parameters by which the tokens of an answer are drawn, as every protocol may state them."""
+"""Parameters of an answer that every protocol may state: how tokens are drawn, and how soon."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from mlx_manager.mlx_server.limits import MinP, Penalty, RepetitionPenalty, Temperature, TopK, TopP
-from mlx_manager.mlx_server.schemas.wire import Timed
+from mlx_manager.mlx_server.schemas.wire import Many, Timed, Wire, choose, text_or_list
+
+Speculation = Literal["auto", "off"]
+
+
+class PredictionPart(Wire):
+    """A piece of a prediction; of type text only."""
+
+    type: str
+    text: str | None = None
+
+
+PredictionContent = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[Many[PredictionPart], Tag("<list>")],
+    choose(text_or_list, "a string or a list of content parts"),
+]
+
+
+class Prediction(Wire):
+    """Text that the answer is expected to be much like, such as a file that is to be changed."""
+
+    type: Literal["content"]
+    content: PredictionContent
 
 
 class SamplingParameters(Timed):
@@ -40,4 +62,12 @@ class SamplingParameters(Timed):
     )
     priority: int | None = Field(
         None, description="Lower goes first among waiting requests, and is paused last; default 0"
+    )
+    prediction: Prediction | None = Field(
+        None, description="Text that the answer is expected to be much like, which makes it faster"
+    )
+    speculation: Speculation | None = Field(
+        None,
+        description="off: write one token a step, even where several that are likely could be "
+        "tried; the answer is the same",
     )
