@@ -311,6 +311,18 @@ def test_a_key_is_made_printed_once_and_removed(tmp_path: Path) -> None:
     assert json.loads(run.invoke(app, ["key", "list", "--file", file, "--json"]).stdout) == []
 
 
+def test_a_key_whose_prefixes_are_its_own_is_listed_so(tmp_path: Path) -> None:
+    file = str(tmp_path / "keys.toml")
+    for name, options in (("alice", ["--own-prefixes"]), ("bob", [])):
+        run.invoke(app, ["key", "add", name, "--file", file, *options])
+    listed = run.invoke(app, ["key", "list", "--file", file])
+    alice, bob = (line for line in listed.stdout.splitlines() if "20" in line)
+    assert alice.split()[-1] == "own"
+    assert "own" not in bob
+    found = json.loads(run.invoke(app, ["key", "list", "--file", file, "--json"]).stdout)
+    assert [key["own_prefixes"] for key in found] == [True, None]
+
+
 def test_a_name_that_no_key_can_have_is_a_usage_error(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     result = run.invoke(app, ["key", "add", "two words", "--file", str(file)])

@@ -81,7 +81,10 @@ ROOMS = {
         or path in {"models/family.py", "models/module_facts.py"}
     },
     "engine/stream.py": "stream",
-    **{f"engine/kv/{name}.py": "kv" for name in ("__init__", "pages", "prefix", "store")},
+    **{
+        f"engine/kv/{name}.py": "kv"
+        for name in ("__init__", "contents", "pages", "prefix", "store")
+    },
     "engine/sampling.py": "sampling",
     "engine/prompt_images.py": "pictures",
     "execution/images.py": "pictures",

@@ -127,7 +127,8 @@ class KeyLimits:
     """Limits of one API key; None is no limit.
 
     max_concurrent: requests under way at once. max_queued: further requests, which wait for their
-    turn. priority: the most urgent `priority` that a request may have.
+    turn. priority: the most urgent `priority` that a request may have. own_prefixes: what is kept
+    of its prompts is found by its own requests alone.
     """
 
     requests_per_minute: int | None = None
@@ -135,6 +136,7 @@ class KeyLimits:
     max_concurrent: int | None = None
     max_queued: int = Settings.key_max_queued
     priority: int | None = None
+    own_prefixes: bool = Settings.key_own_prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,6 +426,7 @@ class MLXServerSettings(_Fields):
             self.key_tokens_per_minute,
             self.key_max_concurrent,
             self.key_max_queued,
+            own_prefixes=self.key_own_prefixes,
         )
         return AccessRules(
             self.host,

@@ -301,7 +301,8 @@ class GenerationRequest:
     that generates nothing, in place of the prompt, for observers. `context_length` limits prompt
     and answer together where the owner allows fewer tokens than the model takes. `prediction` is
     a text that the answer is expected to be much like. `speculation` "off": no tokens are tried
-    ahead, "auto": as the server's setting says; None is left to the owner.
+    ahead, "auto": as the server's setting says; None is left to the owner. Nothing that is kept of
+    a prompt is found by a request with another `cache_salt`.
     """
 
     model: str
@@ -319,6 +320,7 @@ class GenerationRequest:
     context_length: int | None = None
     prediction: str = ""
     speculation: Speculation | None = None
+    cache_salt: str = field(default="", repr=False)
     request_id: str = ""
     caller: Caller = Caller()
 

@@ -94,6 +94,9 @@ class Access:
     key_max_queued: int = setting(
         64, "Requests of one key that may wait; further ones get 429", ge=0
     )
+    key_own_prefixes: bool = setting(
+        False, "What is kept of a key's prompts is found by its own requests alone"
+    )
 
 
 @dataclass

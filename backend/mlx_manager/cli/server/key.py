@@ -57,6 +57,10 @@ def add(
         int | None,
         typer.Option(metavar="N", help="Most urgent `priority` of its requests; default: any"),
     ] = None,
+    own_prefixes: Annotated[
+        bool,
+        typer.Option("--own-prefixes", help="Its prompts' prefixes are found by itself alone"),
+    ] = False,
 ) -> None:
     """Make a key and print it, once: only its hash is kept.
 
@@ -77,6 +81,7 @@ def add(
         "max_concurrent": max_concurrent,
         "max_queued": max_queued,
         "priority": priority,
+        "own_prefixes": own_prefixes or None,
     }
     try:
         secret = add_key(target, name, {k: v for k, v in limits.items() if v is not None})
@@ -104,7 +109,7 @@ def list_keys(*, file: File = None, as_json: AsJson = False) -> None:
         typer.echo(json.dumps(found, indent=2))
         return
     limits = ("requests/min", "tokens/min", "concurrent", "queued", "priority")
-    shown = table("key", "made", *limits, right=limits)
+    shown = table("key", "made", *limits, "prefixes", right=limits)
     for name, entry in entries.items():
         made = "" if entry.created is None else f"{entry.created:%Y-%m-%d}"
         given = (
@@ -114,7 +119,9 @@ def list_keys(*, file: File = None, as_json: AsJson = False) -> None:
             entry.max_queued,
             entry.priority,
         )
-        shown.add_row(name, made, *("" if value is None else f"{value:,}" for value in given))
+        numbers = ("" if value is None else f"{value:,}" for value in given)
+        own = {None: "", True: "own", False: "shared"}[entry.own_prefixes]
+        shown.add_row(name, made, *numbers, own)
     show(shown)
 
 

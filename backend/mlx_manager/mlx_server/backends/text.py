@@ -481,6 +481,7 @@ class TextBackend:
             turn=self._texts.last_turn(prepared.ids),
             images=prepared.images,
             proposer=Proposer(prepared.prediction) if self._speculates(request) else None,
+            salt=request.cache_salt,
         )
 
     def _echoed(

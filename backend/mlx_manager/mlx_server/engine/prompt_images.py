@@ -6,8 +6,8 @@ A picture's rows of features replace the embeddings of its placeholder tokens.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -24,8 +24,8 @@ __all__ = ["Features", "MRope", "Picture", "PromptImages", "Tower"]
 class Picture:
     """A picture of a prompt.
 
-    image: its file. digest: the file's SHA-256, by which features are kept and pages found: all
-    else that changes features is the model's. places: (rows,)
+    image: its file. digest: the file's SHA-256, by which features are kept and pages found, with
+    the salt of who may find them: all else that changes features is the model's. places: (rows,)
     int32, ascending: the prompt's tokens that are rows of its features. They need not be
     contiguous: tiles and row breaks may lie between. Row k of the features stands at places[k].
     """
@@ -51,6 +51,11 @@ class PromptImages:
     shift: int = 0
     whole: bool = False
     windowed: bool = False
+
+    def renamed(self, name: Callable[[str], str]) -> PromptImages:
+        """Return the same pictures by what `name` makes of their digests."""
+        renamed = (replace(picture, digest=name(picture.digest)) for picture in self.pictures)
+        return replace(self, pictures=tuple(renamed))
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.core import Event, FinishReason, TextDelta, TokenLogprob
+from mlx_manager.mlx_server.engine.kv.contents import salted
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.prefix import ROOT, Node
 from mlx_manager.mlx_server.engine.prompt_images import PromptImages
@@ -44,11 +46,14 @@ class Sequence:
         turn: prompt tokens before the last turn, which other prompts may begin with; 0 if unknown.
         images: the prompt's pictures, if it has any.
         proposer: proposes drafts; None: the row draws one token a step.
+        salt: nothing that is kept of the row is found by rows with another one.
 
     Attributes:
         tokens: prompt and drawn tokens, as far as the host knows them.
-        content: `tokens`, or the same with a number for a picture's content in each of its places.
-            Prompts that begin with equal content begin with the same pages.
+        content: `tokens`, or the same with a number for a picture's content in each of its places,
+            and one for the salt and the first token in the first place. Prompts that begin with
+            equal content begin with the same pages.
+        names: what these numbers stand for. Equal names are of equal contents, in any process.
         runs: (first, behind the last) of the tokens that see all of their run.
         features: those of pictures that are still to be computed, by digest.
         ready: the first token behind `computed` whose picture's features are not there.
@@ -90,18 +95,20 @@ class Sequence:
         turn: int = 0,
         images: PromptImages | None = None,
         proposer: Proposer | None = None,
+        salt: str = "",
     ) -> None:
         self.key = next(_keys)
         self.tokens = self.content = list(prompt)
-        self.images = images
+        self.salt = salt
+        self.names: Mapping[int, str] = {}
+        self.images = _salted(images, salt)
         self.shift = 0 if images is None else images.shift
         self.runs = () if images is None else images.runs
         self.features: dict[str, Features] = {}
         self.ready = sys.maxsize
         self.prompt_length = len(prompt)
         self.limit = limit
-        self.stop_ids = stop_ids
-        self.cutting_ids = cutting_ids
+        self.stop_ids, self.cutting_ids = stop_ids, cutting_ids
         self.min_tokens = min_tokens
         self.sampler = sampler
         self.parser = parser
@@ -110,9 +117,7 @@ class Sequence:
         self.guide = guide
         self.scoring = scoring
         self.prompt_scores: list[TokenLogprob] = []
-        self.priority = priority
-        self.owner = owner
-        self.request_id = request_id
+        self.priority, self.owner, self.request_id = priority, owner, request_id
         self.proposer = proposer
         self.parsed: list[Event] | None = None
         self.failure: MLXManagerError | None = None
@@ -121,9 +126,8 @@ class Sequence:
         self.cached: int | None = None
         self.turn = turn
         self.branches: set[int] = set()
-        self.started = False
         self.outcome: FinishReason | None = None
-        self.ended = False
+        self.started = self.ended = False
         self.submitted_at = self.joined_at = self.stepped_at = 0
         self.queued_at = self.admitted_at = self.read_at = 0.0
         self._committed = 0
@@ -278,3 +282,11 @@ class Sequence:
         if early and mask is not None:
             early = allows_more_than(mask, self.stop_ids)
         return tuple(self.stop_ids) if early else ()
+
+
+def _salted(images: PromptImages | None, salt: str) -> PromptImages | None:
+    """Return the pictures by digests that only rows with this salt have, as features are found by
+    them."""
+    if images is None or not salt:
+        return images
+    return images.renamed(partial(salted, salt))

@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Admitted, RowStatus, TokenLogprob
 from mlx_manager.mlx_server.engine.admission import AdmissionControl
+from mlx_manager.mlx_server.engine.contents import Contents
 from mlx_manager.mlx_server.engine.memory.accounts import EngineMemory
 from mlx_manager.mlx_server.engine.memory.line import Line
 from mlx_manager.mlx_server.engine.outputs import Outputs
@@ -97,6 +98,7 @@ class TextEngine:
         self._closed = False
         # Nothing could be launched, and nothing has come since.
         self._resting = False
+        self._contents = Contents()
         self._pictures = None
         if tower is not None:
             line = Line(ledger, f"images:{name}")
@@ -169,8 +171,7 @@ class TextEngine:
         else:
             refusal = self._admission.refusal(sequence)
         if refusal is None:
-            if sequence.images is not None and self._pictures is not None:
-                self._pictures.name(sequence)
+            self._contents.name(sequence)
             self._scheduler.submit(sequence)
         else:
             sequence.ended = True

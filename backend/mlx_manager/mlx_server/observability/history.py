@@ -110,7 +110,7 @@ class History:
         first = requests[0]
 
         def end() -> None:
-            self._count(timeline, () if first.inputs else parts_of(first.prompt))
+            self._count(timeline, () if first.inputs else parts_of(first.prompt, first.cache_salt))
 
         return end
 

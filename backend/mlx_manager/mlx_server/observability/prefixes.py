@@ -50,10 +50,10 @@ class KeptPrompt:
     tokens: int
 
 
-def parts_of(prompt: Prompt) -> tuple[PromptPart, ...]:
-    """Return the parts of a prompt in the order in which templates write them; at most
-    `MOST_PARTS`."""
-    found = []
+def parts_of(prompt: Prompt, salt: str = "") -> tuple[PromptPart, ...]:
+    """Return the parts of a prompt in the order in which templates write them, its salt first; at
+    most `MOST_PARTS`."""
+    found = [PromptPart("cache_salt", 0, hash(salt))] if salt else []
     for part in _parts(prompt):
         found.append(part)
         if len(found) == MOST_PARTS:

@@ -137,6 +137,7 @@ def requests(body: ChatCompletionRequest, head: AnswerHead) -> list[GenerationRe
             return_ids=body.return_token_ids or False,
             prediction=predicted,
             speculation=body.speculation,
+            cache_salt=body.cache_salt or "",
             request_id=head.id,
         )
         for draw in range(head.n)

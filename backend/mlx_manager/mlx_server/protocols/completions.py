@@ -146,6 +146,7 @@ def requests(body: CompletionRequest, head: AnswerHead) -> list[GenerationReques
             return_ids=head.return_ids,
             prediction=predicted,
             speculation=body.speculation,
+            cache_salt=body.cache_salt or "",
             request_id=head.id,
         )
         for prompt in _prompts(body)

@@ -180,6 +180,7 @@ def request(body: MessagesRequest, head: MessageHead) -> GenerationRequest:
         priority=body.priority or 0,
         prediction=prediction(body),
         speculation=body.speculation,
+        cache_salt=body.cache_salt or "",
         request_id=head.id,
     )
 

@@ -211,6 +211,7 @@ def _request(body: OllamaBody, head: OllamaHead, prompt: Prompt) -> GenerationRe
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         constraint=_constraint(body),
         speculation=options.speculation,
+        cache_salt=options.cache_salt or "",
         request_id=head.id,
     )
 

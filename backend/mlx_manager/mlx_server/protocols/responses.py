@@ -226,6 +226,7 @@ def request(
         priority=body.priority or 0,
         prediction=prediction(body),
         speculation=body.speculation,
+        cache_salt=body.cache_salt or "",
         request_id=head.id,
     )
 
@@ -256,6 +257,7 @@ def compacted(
         _conversation(body, history, items),
         asked_sampling(),
         priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
         request_id=new_id("resp"),
     )
 

@@ -18,7 +18,7 @@ from mlx_manager.mlx_server.limits import (
     TopP,
 )
 from mlx_manager.mlx_server.schemas.openai import FunctionDefinition, Stop
-from mlx_manager.mlx_server.schemas.sampling import Speculation
+from mlx_manager.mlx_server.schemas.sampling import CacheSalt, Speculation
 from mlx_manager.mlx_server.schemas.wire import (
     Images,
     Many,
@@ -74,6 +74,9 @@ class OllamaOptions(Wire):
     mirostat: int | None = None
     tfs_z: float | None = None
     typical_p: float | None = None
+    cache_salt: CacheSalt | None = Field(
+        None, description="Only requests with the same one find the prompt's prefix; not Ollama's"
+    )
     speculation: Speculation | None = Field(
         None, description="off: write one token a step; not Ollama's"
     )

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, model_va
 
 from mlx_manager.mlx_server.limits import MaxTokens
 from mlx_manager.mlx_server.schemas import hosted
-from mlx_manager.mlx_server.schemas.sampling import SamplingParameters
+from mlx_manager.mlx_server.schemas.sampling import CACHE_SALT, CacheSalt, SamplingParameters
 from mlx_manager.mlx_server.schemas.wire import (
     TEMPLATE_VARIABLES,
     ImageUrl,
@@ -544,6 +544,7 @@ class CompactRequest(InputTokensRequest):
     client_metadata: Any = Field(None, description="No effect")
     image: Any = Field(None, description="No effect: there are no images")
     priority: int | None = Field(None, description="Lower goes first")
+    cache_salt: CacheSalt | None = Field(None, description=CACHE_SALT)
 
 
 class ResponsesRequest(InputTokensRequest, SamplingParameters):

@@ -10,6 +10,11 @@ from mlx_manager.mlx_server.limits import MinP, Penalty, RepetitionPenalty, Temp
 from mlx_manager.mlx_server.schemas.wire import Many, Timed, Wire, choose, text_or_list
 
 Speculation = Literal["auto", "off"]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
+CACHE_SALT = (
+    "Text that is part of what a prompt's prefix is found by: only requests with the same one find "
+    "it, so that others can't tell by the time that a prompt is known"
+)
 
 
 class PredictionPart(Wire):
@@ -66,6 +71,7 @@ class SamplingParameters(Timed):
     prediction: Prediction | None = Field(
         None, description="Text that the answer is expected to be much like, which makes it faster"
     )
+    cache_salt: CacheSalt | None = Field(None, description=CACHE_SALT)
     speculation: Speculation | None = Field(
         None,
         description="off: write one token a step, even where several that are likely could be "

@@ -99,6 +99,15 @@ class Account:
                 param="priority",
             )
 
+    def salt(self, asked: str) -> str:
+        """Return the salt of what is kept of a request's prompt, which asks for `asked`.
+
+        No request of another key has the salt of a key with `own_prefixes`: names have no NUL, and
+        what is asked for comes behind the first one.
+        """
+        owner = self.key.name if self.key.limits.own_prefixes else ""
+        return f"{owner}\0{asked}" if owner or asked else ""
+
     def charge(self, tokens: int) -> None:
         """Count tokens that have been processed or drawn for the key."""
         if "tokens" in self._buckets:

@@ -394,6 +394,7 @@ class Inference:
                 caller=self.caller,
                 sampling=fill_sampling(request.sampling, defaults),
                 priority=self.account.priority(request.priority),
+                cache_salt=self.account.salt(request.cache_salt),
             )
             for request in requests
         ]

@@ -62,6 +62,7 @@ class KeyEntry(BaseModel):
     max_concurrent: int | None = Field(None, ge=1)
     max_queued: int | None = Field(None, ge=0)
     priority: int | None = None
+    own_prefixes: bool | None = None
 
     def limits(self, given: KeyLimits) -> KeyLimits:
         own = self.model_dump(exclude={"sha256", "created"}, exclude_none=True)

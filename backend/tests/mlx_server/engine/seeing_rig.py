@@ -121,6 +121,7 @@ class SeeingRig(HandRig):
         *,
         whole: bool = False,
         priority: int = 0,
+        salt: str = "",
     ) -> Row:
         """A sequence with pictures of these numbers in the scene's places."""
         prompt = scene.tokens[: scene.prompt]
@@ -140,6 +141,7 @@ class SeeingRig(HandRig):
             stream=stream,
             priority=priority,
             images=PromptImages(pictures, scene.angles, scene.shift, whole),
+            salt=salt,
         )
         return Row(sequence, parser, stream)
 

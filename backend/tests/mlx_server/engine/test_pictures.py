@@ -14,7 +14,7 @@ from engine.seeing_rig import STAGES, SeeingRig, ThreadedSeeingRig, picture
 from seeing import FAMILIES, Scene, SeeingFamily, reference_logits, scene
 
 from mlx_manager.mlx_server.core import Finished
-from mlx_manager.mlx_server.engine.pictures.numbers import ContentNumbers
+from mlx_manager.mlx_server.engine.kv.contents import ContentNumbers
 from mlx_manager.mlx_server.errors import GenerationFailed, InvalidRequest, OutOfMemory
 
 GRIDS = ((4, 6), (3, 5))
@@ -115,6 +115,35 @@ async def test_different_pictures_never_share_pages(tmp_path: Path) -> None:
         # The text before the pictures is the same.
         assert row.sequence.cached == 16
         assert row.tokens == drawn(SMOL, SMOL.model(), of_numbers(rig, of, (3, 2)), 5)
+
+
+@pytest.mark.parametrize("before", [0, 20])
+async def test_pictures_and_pages_are_found_by_rows_of_the_same_salt_alone(
+    before: int, tmp_path: Path
+) -> None:
+    async with SeeingRig(SMOL, tmp_path) as rig:
+        of = scene(SMOL, grids=GRIDS, before=before, after=20)
+        rows = []
+        for salt in ("a", "b", "", "a"):
+            rows.append(rig.look(of, GRIDS, (1, 2), salt=salt))
+            rig.run()
+        assert rig.tower.begun == ["1", "2"] * 3
+        *others, again = [row.sequence.cached for row in rows]
+        assert others == [0, 0, 0]
+        assert again >= 48
+        assert len({tuple(row.tokens) for row in rows}) == 1
+
+
+async def test_rows_of_two_salts_wait_for_no_page_of_each_other_s(tmp_path: Path) -> None:
+    async with SeeingRig(SMOL, tmp_path, prefill_chunk=16) as rig:
+        of = scene(SMOL, grids=GRIDS, after=20)
+        rows = [rig.seen(of, GRIDS, (1, 2), salt=salt) for salt in ("a", "b", "a")]
+        rig.submit_together(rows)
+        rig.run()
+        first, other, again = (row.sequence.cached for row in rows)
+        assert (first, other) == (0, 0)
+        assert again >= 48
+        assert sorted(rig.tower.begun) == ["1", "1", "2", "2"]
 
 
 async def test_a_text_of_placeholders_shares_no_pages_with_a_picture(tmp_path: Path) -> None:

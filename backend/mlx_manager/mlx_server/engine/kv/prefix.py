@@ -1,13 +1,13 @@
 """Prefix index: KV pages by (parent, contents).
 
-The contents of a page are its tokens, and where a picture's rows stand, the picture's number
-(`engine/pictures/numbers.py`): a negative one for each picture that differs.
+The contents of a page are its tokens, and negative numbers (`contents.py`) for what these do not
+tell: one for each picture that differs, where its rows stand, and one for the salt of a prompt in
+its first place.
 
 A page's keys and values depend on every token before it, so a page is identified by the node of
 the page before it and its own contents, as in vLLM's automatic prefix caching. Keys are compared
 whole, so two prefixes are never taken for one another, whatever their hashes. Node numbers are
-never reused: the children of a forgotten page can no longer be reached, and age out. In a picture's
-places, negative numbers stand for its content (`Sequence.content`).
+never reused: the children of a forgotten page can no longer be reached, and age out.
 
 Tokens are kept as bytes: as numbers they take four times the memory and twice the time to forget,
 and the garbage collector visits each page of them.

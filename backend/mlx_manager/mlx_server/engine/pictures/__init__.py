@@ -1,1 +1,1 @@
-"""Pictures on their way into prompts: numbers of their contents, the tower's jobs, and features."""
+"""Pictures on their way into prompts: the tower's jobs, and features."""

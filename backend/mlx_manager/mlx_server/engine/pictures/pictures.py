@@ -1,4 +1,4 @@
-"""Pictures of an engine's rows: their numbers in the keys of pages, and their features."""
+"""Pictures of an engine's rows, and their features."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 from mlx_manager.mlx_server.engine.memory.line import Line
 from mlx_manager.mlx_server.engine.pictures.features import FeatureCache
 from mlx_manager.mlx_server.engine.pictures.jobs import TowerJobs
-from mlx_manager.mlx_server.engine.pictures.numbers import ContentNumbers
 from mlx_manager.mlx_server.engine.prompt_images import Picture, Tower
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.errors import GenerationFailed, MLXManagerError
@@ -32,7 +31,6 @@ class Pictures:
         self.cache = FeatureCache(line, most)
         self._jobs = TowerJobs(tower, self.cache, wake)
         self._wakes = wake is not None
-        self._numbers = ContentNumbers()
 
     @property
     def busy(self) -> bool:
@@ -55,17 +53,6 @@ class Pictures:
         return self._jobs.slices
 
     # -- rows ----------------------------------------------------------------------------------
-
-    def name(self, sequence: Sequence) -> None:
-        """Put a number for each picture's content in its places of the sequence's `content`."""
-        images = sequence.images
-        assert images is not None
-        content = list(sequence.tokens)
-        for picture in images.pictures:
-            number = self._numbers.of(picture.digest)
-            for place in picture.places.tolist():
-                content[place] = number
-        sequence.content = content
 
     def begin(self, sequence: Sequence) -> None:
         """Find the features that an admitted sequence lacks behind what is computed, or have the
