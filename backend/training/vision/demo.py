@@ -16,8 +16,7 @@ if str(DEMO) not in sys.path:  # its programs import each other by bare names
 from corpus import add_numbers, ask_question, ask_unknown, small_talk  # noqa: E402
 from dialogue import Dialogue, turn  # noqa: E402
 from phrases import Phrasings, expand, noisy, parse  # noqa: E402
-from words import WORDS as _WORDS  # noqa: E402
-from words import Split, invented_word, read_sections  # noqa: E402
+from words import Split, read_sections  # noqa: E402
 
 __all__ = [
     "HERE",
@@ -26,13 +25,11 @@ __all__ = [
     "Phrasings",
     "Split",
     "expand",
-    "invented_word",
     "noisy",
     "parse",
     "read_sections",
     "text_exchange",
     "turn",
-    "words",
 ]
 
 
@@ -42,8 +39,3 @@ def text_exchange(rng: random.Random) -> tuple[str, str]:
     rng.choice((ask_question, ask_question, small_talk, add_numbers, ask_unknown))(dialogue)
     (_, question), (_, answer) = dialogue.messages[-2:]
     return question, answer
-
-
-def words(name: str) -> list[str]:
-    """Return a section of the demo's word list."""
-    return _WORDS[name]

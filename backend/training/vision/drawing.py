@@ -185,7 +185,7 @@ def _any(rng: random.Random, low: int, high: int) -> Colour:
 
 
 def _canvas(rng: random.Random, scene: Scene) -> tuple[int, int]:
-    side = rng.choices((224, 256, 320, 400, 512, 640, 800, 1024), (4, 6, 6, 6, 6, 3, 1, 1))[0]
+    side = rng.choices((256, 320, 400, 512, 640, 1024), (16, 4, 4, 3, 1, 0.3))[0]
     if rng.random() < 0.65:
         return side, side
     texts_only = all(thing.kind != "shape" for thing in scene.things)

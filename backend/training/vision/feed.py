@@ -104,6 +104,7 @@ class Store:
             for array in model
         ]
         gpu = device.type == "cuda"
+        self._number = torch.zeros((), device=device)  # of blocks to draw from
         self._staged = [array.pin_memory() if gpu else array for array in model]
         self._stream = torch.cuda.Stream(device) if gpu else None
 
@@ -116,6 +117,7 @@ class Store:
             ):
                 staged.copy_(torch.from_numpy(array))
                 stored[at].copy_(staged, non_blocking=True)
+            self._number.fill_(min(self.made + 1, self.capacity))
         if self._stream is not None:
             self._stream.synchronize()
         self.made += 1
@@ -134,6 +136,5 @@ class Store:
 
     def batch(self, blocks: int) -> list[Tensor]:
         """Draw whole blocks at random: the fields of `Block`, (blocks * 16, ...) each."""
-        number = min(self.made, self.capacity)
-        chosen = torch.randint(number, (blocks,), device=self.device)
+        chosen = (torch.rand(blocks, device=self.device) * self._number).long()
         return [array[chosen].flatten(0, 1) for array in self._arrays]

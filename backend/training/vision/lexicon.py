@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-from training.vision.demo import invented_word, words
-
 COLOURS = (
     "red",
     "green",
@@ -44,26 +42,7 @@ _SIGNS = (
     "fast taxi bus police hotel cafe bar bank shop lost found north south east west red green "
     "blue one two three test demo model cat dog "
 )
-_LISTS = (
-    "nouns",
-    "animals",
-    "fruits",
-    "foods",
-    "colours",
-    "adjectives",
-    "verbs",
-    "names",
-    "cities",
-)
-WORDS = tuple(
-    sorted(
-        {
-            word.lower()
-            for word in (*_SIGNS.split(), *(word for name in _LISTS for word in words(name)))
-            if 2 <= len(word) <= 7 and word.isascii() and word.isalpha()
-        }
-    )
-)
+WORDS = tuple(sorted({word for word in _SIGNS.split() if len(word) <= 6}))
 
 
 def rgb(name: str, rng: random.Random) -> tuple[int, int, int]:
@@ -79,12 +58,8 @@ def rgb(name: str, rng: random.Random) -> tuple[int, int, int]:
 
 
 def drawn_text(rng: random.Random, kind: str) -> str:
-    """Draw a number of one to three digits, or a word in one of three cases."""
+    """Draw a number below 100, or one of the sign words in one of three cases."""
     if kind == "number":
-        digits = rng.choice((1, 2, 2, 3))
-        low = 0 if digits == 1 else 10 ** (digits - 1)
-        return str(rng.randint(low, 10**digits - 1))
-    while True:
-        word = rng.choice(WORDS) if rng.random() < 0.8 else invented_word(rng)
-        if 2 <= len(word) <= 7:
-            return rng.choice((word, word, word.capitalize(), word.upper()))
+        return str(rng.randrange(10) if rng.random() < 0.25 else rng.randrange(10, 100))
+    word = rng.choice(WORDS)
+    return rng.choice((word, word, word.capitalize(), word.upper()))

@@ -112,7 +112,7 @@ def _extent(rng: random.Random, kind: Kind, name: str, size: float) -> tuple[flo
         if name in ("square", "circle", "cross", "star", "heart"):
             return size, size
         return size, size * rng.uniform(0.8, 1.0)
-    height = max(0.075, size * rng.uniform(0.5, 0.8))
+    height = max(0.1, size * rng.uniform(0.5, 0.8))
     return min(0.92, height * 0.66 * len(name)), height
 
 
@@ -185,10 +185,21 @@ def _nested(rng: random.Random, ground: tuple[int, int, int], more: bool) -> lis
     inner = _thing(rng, kind, rng.uniform(0.6, 1) * room, apart, centre=(outer.x, outer.y))
     if kind != "shape":
         scale = min(1.0, outer.w * 0.75 / inner.w)
-        if inner.h * scale < 0.06:
+        if inner.h * scale < 0.09:
             return []
         inner = _resized(inner, scale)
     return [inner, outer]
+
+
+def _ordered(things: list[Thing]) -> bool:
+    """Return whether three shapes clearly stand side by side, or clearly above each other."""
+    if len(things) < 3 or any(thing.kind != "shape" for thing in things):
+        return True
+    across, down = (
+        max(values) - min(values)
+        for values in ([thing.x for thing in things], [thing.y for thing in things])
+    )
+    return max(across, down) > CLEAR * min(across, down)
 
 
 def _resized(thing: Thing, scale: float) -> Thing:
@@ -215,10 +226,10 @@ def scene(rng: random.Random) -> Scene:
         for kind in kinds:
             for _ in range(12):
                 largest = (0.8, 0.8, 0.45, 0.34)[number]
-                size = rng.uniform(0.15, largest)
+                size = rng.uniform(0.17, largest)
                 new = _thing(rng, kind, size, (ground,))
                 if _free(things[1:] if nested else things, new):
                     things.append(new)
                     break
-        if len(things) == number:
+        if len(things) == number and (nested or _ordered(things)):
             return Scene(tuple(things), name, ground, nested)

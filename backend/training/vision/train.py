@@ -14,12 +14,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -44,6 +42,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--language", choices=("frozen", "tuned"), default="tuned")
     parser.add_argument("--language-rate", type=float, default=3e-4)
+    parser.add_argument("--recall", type=float, default=2.0, help="weight of the loss on texts")
     parser.add_argument("--replay", type=int, default=8_192, help="tokens of text in a step")
     parser.add_argument("--warm", type=float, default=0.15, help="share with the language frozen")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 5))
@@ -52,7 +51,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=2048, help="held-out questions at the end")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--start", type=Path, help="folder of a run to go on from")
-    parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -76,27 +74,34 @@ def prepared(pictures: Tensor) -> Tensor:
 
 def embedded(model: Language, ids: Tensor, places: Tensor, features: Tensor) -> Tensor:
     """Return embeddings with features in the rows of pictures; a second one is the neighbour's."""
-    x = model.embed_tokens(ids)
+    x = F.pad(model.embed_tokens(ids), (0, 0, 0, ROWS))  # room for those that are not there
     own = torch.arange(len(ids), device=ids.device)
-    rows, values, at = [], [], []
-    neighbour = own - own % BLOCK + (own % BLOCK + 1) % BLOCK
-    for which, source in enumerate((own, neighbour)):
-        chosen = own[places[:, which] >= 0]
-        rows.append(chosen)
-        at.append(places[chosen, which])
-        values.append(features[source[chosen]])
+    neighbour = (own - own % BLOCK + (own % BLOCK + 1) % BLOCK).clamp(max=len(ids) - 1)
     steps = torch.arange(ROWS, device=ids.device)
-    columns = torch.cat(at)[:, None] + steps
-    index = (torch.cat(rows)[:, None].expand_as(columns), columns)
-    return x.index_put(index, torch.cat(values).to(x.dtype))
+    for which, values in enumerate((features, features[neighbour])):
+        begin = places[:, which]
+        columns = torch.where(begin >= 0, begin, ids.shape[1])[:, None] + steps
+        index = columns[:, :, None].expand_as(values)
+        x = x.scatter(1, index, values.to(x.dtype))
+    return x[:, :-ROWS]
+
+
+def mean(values: Tensor, where: Tensor) -> Tensor:
+    """Return the mean of the values that a mask marks."""
+    weights = where.float()
+    return (values * weights).sum() / weights.sum().clamp(min=1)
 
 
 class Training:
-    """Eyes, hints and language model with their optimizer."""
+    """Eyes, hints and language model with their optimizer.
 
-    def __init__(self, args: argparse.Namespace, device: torch.device, log: Log) -> None:
+    On a GPU a whole step is one CUDA graph: the models are small, and launching their kernels one
+    by one takes longer than the kernels.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, store: Store) -> None:
         torch.manual_seed(args.seed)
-        self.args, self.device, self.log = args, device, log
+        self.args, self.device, self.store = args, device, store
         self.language = language(MODEL).to(device)
         self.teacher = deepcopy(self.language).requires_grad_(False)
         self.eyes = Eyes(TOWER, self.language.embed_tokens.embedding_dim).to(device)
@@ -105,20 +110,20 @@ class Training:
             self._go_on_from(args.start)
         self.tuned = args.language == "tuned"
         self.language.requires_grad_(self.tuned)
+        gpu = device.type == "cuda"
+        self.rates = [torch.zeros((), device=device) for _ in range(2)]
         groups = [
-            {"params": [*self.eyes.parameters(), *self.hints.parameters()], "peak": args.rate}
+            {"params": [*self.eyes.parameters(), *self.hints.parameters()], "lr": self.rates[0]}
         ]
         if self.tuned:
-            groups.append({"params": [*self.language.parameters()], "peak": args.language_rate})
+            groups.append({"params": [*self.language.parameters()], "lr": self.rates[1]})
         self.optimizer = torch.optim.AdamW(
-            groups, lr=args.rate, betas=(0.9, 0.98), weight_decay=0.03, fused=device.type == "cuda"
+            groups, betas=(0.9, 0.98), weight_decay=0.03, fused=gpu, capturable=gpu
         )
-        self.tower: Callable[[Tensor], Tensor] = self.eyes.vision_model
-        self.hidden: Callable[[Tensor], Tensor] = self.language.hidden
-        if device.type == "cuda" and not args.no_compile:
-            torch._dynamo.config.suppress_errors = True  # what can't be compiled runs as it is
-            self.tower = torch.compile(self.eyes.vision_model, dynamic=False)
-            self.hidden = torch.compile(self.language.hidden, dynamic=False)
+        self.hinted = torch.zeros((), device=device)  # the weight of hints
+        self.sums = torch.zeros(5, device=device)  # of what steps tell, and of steps
+        self._pool = torch.cuda.graph_pool_handle() if gpu else None  # graphs take turns in it
+        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
 
     def _go_on_from(self, folder: Path) -> None:
         state = load_file(folder / "eyes.safetensors")
@@ -133,65 +138,92 @@ class Training:
             names = {n.removeprefix("model."): w.float() for n, w in found.items()}
             self.language.load_state_dict(names)
 
-    def set_rates(self, progress: float, step: int, all_: bool) -> None:
-        """Set the learning rates; the language model's is 0 unless `all_`."""
+    def set_rates(self, progress: float, step: int) -> None:
+        """Set the learning rates and the weight of hints; the language model waits for its share
+        of `--warm`."""
+        args = self.args
         factor = min(1.0, step / 400) * max(0.01, min(1.0, 1.6 * (1 - progress)) ** 1.5)
-        eyes, *language = self.optimizer.param_groups
-        eyes["lr"] = eyes["peak"] * factor
-        for group in language:
-            group["lr"] = group["peak"] * factor if all_ else 0.0
+        self.rates[0].fill_(args.rate * factor)
+        self.rates[1].fill_(args.language_rate * factor if progress >= args.warm else 0.0)
+        self.hinted.fill_(0.5 * max(0.0, 1 - progress / HINTED))
 
-    def seen(self, batch: list[Tensor], progress: float) -> tuple[Tensor, Tensor]:
+    def seen(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the loss; and, to be told, that of the answers, that of the hints and the share of
         answers that are right in every word, (3,)."""
         pictures, ids, rounds, places, shapes, colours, texts = batch
-        ids, places = ids.long(), places.long()
-        patches = self.tower(prepared(pictures))
+        ids, places, rounds = ids.long(), places.long(), rounds.long()
+        patches = self.eyes.vision_model(prepared(pictures))
         features = self.eyes.connector(patches)
-        hidden = self.hidden(embedded(self.language, ids, places, features))[:, :-1]
+        hidden = self.language.hidden(embedded(self.language, ids, places, features))[:, :-1]
         rounds, targets = rounds[:, 1:], ids[:, 1:]
-        where = rounds > 0
-        logits = self.language.logits(hidden[where]).float()
-        losses = F.cross_entropy(logits, targets[where], reduction="none")
-        answers = losses.mean()
-        loss, hints = answers, torch.zeros_like(answers)
-        if (weight := max(0.0, 1 - progress / HINTED)) > 0:
-            hints = self.hints(patches, shapes, colours, texts)
-            loss = loss + 0.5 * weight * hints
+        logits = self.language.logits(hidden)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        answers = mean(losses, rounds.flatten() > 0)
+        hints = self.hints(patches, shapes, colours, texts)
+        loss = answers + self.hinted * hints
         with torch.no_grad():
-            wrong = (logits.argmax(-1) != targets[where]).float()
-            row = torch.arange(len(ids), device=ids.device)[:, None] * 64 + rounds
-            counts = torch.zeros(len(ids) * 64, device=ids.device)
-            total = counts.scatter(0, row[where], 1.0).sum()
-            bad = counts.scatter_add(0, row[where], wrong).clamp(max=1).sum()
-        return loss, torch.stack((answers.detach(), hints.detach(), 1 - bad / total))
+            wrong = (logits.argmax(-1) != targets).float()
+            asked, bad = (torch.zeros(len(ids), 64, device=ids.device) for _ in range(2))
+            asked.scatter_(1, rounds, 1.0)
+            bad.scatter_add_(1, rounds, wrong)
+            right = 1 - bad[:, 1:].clamp(max=1).sum() / asked[:, 1:].sum()
+        return loss, torch.stack((answers.detach(), hints.detach(), right))
 
     def recalled(self, ids: Tensor, where: Tensor) -> Tensor:
         """Return how far what the language model says to texts is from what it said before."""
-        where = where[:, 1:]
         with torch.no_grad():
-            before = self.teacher.hidden(self.teacher.embed_tokens(ids))[:, :-1][where]
+            before = self.teacher.hidden(self.teacher.embed_tokens(ids))[:, :-1]
             wanted = self.teacher.logits(before).float().log_softmax(-1)
-        now = self.language.hidden(self.language.embed_tokens(ids))[:, :-1][where]
+        now = self.language.hidden(self.language.embed_tokens(ids))[:, :-1]
         said = self.language.logits(now).float().log_softmax(-1)
-        return F.kl_div(said, wanted, log_target=True, reduction="batchmean")
+        apart = F.kl_div(said, wanted, log_target=True, reduction="none").sum(-1)
+        return mean(apart, where[:, 1:])
 
-    def step(
-        self, batch: list[Tensor], text: tuple[Tensor, Tensor] | None, progress: float
-    ) -> Tensor:
-        """Take a step and return what `seen` tells, and the loss on texts, (4,)."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            loss, told = self.seen(batch, progress)
+    def _step(self, text: list[Tensor]) -> None:
+        blocks = max(1, self.args.batch // BLOCK)
+        gpu = self.device.type == "cuda"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=gpu, cache_enabled=False):
+            loss, told = self.seen(self.store.batch(blocks))
             recall = torch.zeros((), device=self.device)
-            if text is not None:
+            if text:
                 recall = self.recalled(*text)
-                loss = loss + recall
-        self.optimizer.zero_grad(set_to_none=True)
+                loss = loss + self.args.recall * recall
         loss.backward()  # type: ignore[no-untyped-call]
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(parameters, 1.0)
         self.optimizer.step()
-        return torch.cat((told, recall.detach()[None]))
+        self.sums += torch.cat((told, recall.detach()[None], torch.ones_like(recall)[None]))
+
+    def step(self, text: list[Tensor]) -> None:
+        """Take a step; `sums` grows by the losses of answers and hints, the share of right answers,
+        the loss on texts and 1."""
+        if self.device.type != "cuda":
+            self.optimizer.zero_grad(set_to_none=True)
+            self._step(text)
+            return
+        key = tuple(text[0].shape) if text else ()
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(text)
+        graph, held = self._graphs[key]
+        for kept, new in zip(held, text, strict=True):
+            kept.copy_(new)
+        graph.replay()
+
+    def _captured(self, text: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+        """Return the graph of a step with texts of this shape, and where the texts are read."""
+        held = [part.clone() for part in text]
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.optimizer.zero_grad(set_to_none=True)
+                self._step(held)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        self.optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._step(held)
+        return graph, held
 
     def save(self) -> None:
         """Write the weights: eyes and hints in float32, the language model as it is shipped."""
@@ -260,7 +292,7 @@ class Texts:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self._args, self._device = args, device
         self._ready: queue.Queue[tuple[Tensor, Tensor]] = queue.Queue(64)
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._last: list[Tensor] | None = None
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -270,48 +302,50 @@ class Texts:
         for ids, mask in batches(MODEL, first, self._args.replay, self._args.writers):
             self._ready.put((torch.from_numpy(ids.astype("int64")), torch.from_numpy(mask)))
 
-    def batch(self) -> tuple[Tensor, Tensor] | None:
-        """Return tokens, and where they are answers; the last ones again where none are ready, and
-        None before the first."""
+    def batch(self) -> list[Tensor]:
+        """Return tokens, and where they are answers; the last ones again where none are ready."""
         try:
-            ids, where = self._ready.get_nowait()
+            ids, where = self._ready.get(block=self._last is None)
         except queue.Empty:
-            return self._last
-        self._last = ids.to(self._device), where.to(self._device)
+            pass
+        else:
+            self._last = [ids.to(self._device), where.to(self._device)]
+        if self._last is None:
+            raise AssertionError("the first texts were waited for")
         return self._last
 
 
-def train(args: argparse.Namespace, training: Training, feed: Feed, log: Log) -> None:
+def train(args: argparse.Namespace, training: Training, log: Log) -> None:
     """Take steps until the time is up."""
-    store = Store(max(1, args.store // BLOCK), training.device)
+    store = training.store
     blocks = max(1, args.batch // BLOCK)
     texts = Texts(args, training.device) if training.tuned else None
-    feed.pour(store)
     store.wait(min(4 * blocks, store.capacity))
     asked = cases(min(256, args.cases), "held out", seed=7)
     reserve = min(0.8, args.minutes / 8) * 60
     begun = time.perf_counter()
     room = STARTED + args.minutes * 60 - reserve - begun
     log(f"training for {room:.0f} s")
-    sums, count, told, saved = torch.zeros(4, device=training.device), 0, begun, begun
+    told = saved = begun
     for step in range(1, args.steps + 1):
         now = time.perf_counter()
         progress = max((now - begun) / room, step / args.steps)
         if progress >= 1:
             break
-        text = texts.batch() if texts and progress > args.warm else None
-        training.set_rates(progress, step, text is not None)
-        sums += training.step(store.batch(blocks), text, progress)
-        count += 1
-        if step in (1, 20, 100) or now - told > 15:
-            loss, hints, right, recall = (sums / count).tolist()
+        training.set_rates(progress, step)
+        training.step(texts.batch() if texts else [])
+        if step in (1, 20, 100) or (step % 8 == 0 and now - told > 15):
+            loss, hints, right, recall, count = training.sums.tolist()
             log(
-                f"{now - STARTED:.0f} s step {step} loss {loss:.4f} hints {hints:.3f} "
-                f"texts {recall:.5f} right {right:.1%} "
+                f"{now - STARTED:.0f} s step {step} loss {loss / count:.4f} "
+                f"hints {hints / count:.3f} texts {recall / count:.5f} right {right / count:.1%} "
                 f"drawn {store.made * BLOCK} shown {step * blocks * BLOCK}"
             )
-            sums, count, told = torch.zeros_like(sums), 0, now
-        if now - saved > 60:
+            training.sums.zero_()
+            told = now
+        elif step % 8 == 0 and training.device.type == "cuda":
+            torch.cuda.synchronize()  # no more than a few steps wait on the device
+        if now - saved > 100:
             training.save()
             log(table(asked, training.answers(asked)).splitlines()[-1])
             saved = now
@@ -325,10 +359,8 @@ def agreement(training: Training, texts: Texts) -> str:
     before."""
     same = total = 0
     for _ in range(min(40, training.args.cases)):
-        text = texts.batch()
-        if text is None:
-            break
-        ids, where = text[0], text[1][:, 1:]
+        ids, where = texts.batch()
+        where = where[:, 1:]
         before, now = (
             model.logits(model.hidden(model.embed_tokens(ids))[:, :-1]).argmax(-1)
             for model in (training.teacher, training.language)
@@ -345,8 +377,10 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     with Feed(args.workers, 16 * args.workers, args.seed * 10_000_000) as feed:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        training = Training(args, device, log)
-        train(args, training, feed, log)
+        store = Store(max(1, args.store // BLOCK), device)
+        training = Training(args, device, store)
+        feed.pour(store)
+        train(args, training, log)
         training.save()
     training.round_weights()
     for split in ("held out", "train"):

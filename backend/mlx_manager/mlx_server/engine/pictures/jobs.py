@@ -3,6 +3,7 @@ steps."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -25,8 +26,8 @@ DECODED_AT_ONCE = 1
 PIXELS_AHEAD = 2
 # Slices that are queued at once on a GPU while nobody waits for a step.
 SLICES_ON_A_GPU = 4
-# Factor on the seconds that a slice is expected to take, at each slice.
-TOOK_KEPT = 0.95
+# Slices whose seconds are kept. The longest does not count: the first of a kind loads its kernels.
+SLICES_KEPT = 16
 # Bytes that the tower works on for each row of features, until more have been seen.
 ROW_BYTES = 1 << 18
 # Seconds that a step without other work waits for pixels where nobody wakes the thread.
@@ -76,8 +77,9 @@ class TowerJobs:
         self._jobs: dict[str, Job] = {}
         self._current: Job | None = None
         self._row_bytes = ROW_BYTES
-        # Seconds that slices may take beside steps, and those that a slice may take.
-        self._credit = self._took = 0.0
+        # Seconds that slices may take beside steps, and those that the last slices took.
+        self._credit = 0.0
+        self._seconds: deque[float] = deque(maxlen=SLICES_KEPT)
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
@@ -170,6 +172,11 @@ class TowerJobs:
                 return None
         return None
 
+    @property
+    def _took(self) -> float:
+        """Return the seconds that a slice is expected to take; 0: unknown."""
+        return sorted(self._seconds)[-2] if len(self._seconds) > 1 else 0.0
+
     def _at_once(self, *, alone: bool) -> int:
         """Return how many slices are queued at once: a GPU idles between them."""
         if mx.default_device() == mx.cpu or not self._took:
@@ -220,9 +227,10 @@ class TowerJobs:
         mx.eval(arrays)
         self.slices += run
         took = perf_counter() - began
-        self._credit -= took
         # Some slices take next to nothing. The next one may take as long as the longest.
-        self._took = max(took / run, self._took * TOOK_KEPT)
+        self._seconds.append(took / run)
+        # A slice that has taken much longer than others does not hold up the next ones.
+        self._credit = max(self._credit - took, -self._took)
         if mx.get_peak_memory() > peak:
             self._learn(job, mx.get_peak_memory() - active)
         return features
