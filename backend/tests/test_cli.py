@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from mlx_manager import __version__
 from mlx_manager.cli import app
 from mlx_manager.cli.server.service import serve_options
-from mlx_manager.mlx_server.config import MLXServerSettings
+from mlx_manager.mlx_server.config import EMBEDDED, MLXServerSettings
 
 run = CliRunner()
 
@@ -267,7 +267,7 @@ def test_list_shows_the_embedded_model_and_those_of_a_folder(tmp_path: Path) -> 
     (tmp_path / "mine" / "config.json").write_text('{"model_type": "llama"}')
     result = run.invoke(app, ["list", "--models-dir", str(tmp_path), "--no-hf-cache", "--json"])
     models = {model["id"]: model["origin"] for model in json.loads(result.stdout)}
-    assert models == {"mlx-manager/demo": "embedded", "mine": "models_dir"}
+    assert models == {**dict.fromkeys(EMBEDDED, "embedded"), "mine": "models_dir"}
 
 
 def test_list_says_what_looks_like_a_typing_error(tmp_path: Path) -> None:

@@ -288,7 +288,14 @@ def test_every_dependency_is_pinned_to_what_the_tests_ran_on() -> None:
 
 PAGES = [
     page
-    for folder in (".", "docs", "benchmarks", "backend", "backend/mlx_manager/demo_model")
+    for folder in (
+        ".",
+        "docs",
+        "benchmarks",
+        "backend",
+        "backend/mlx_manager/demo_model",
+        "backend/mlx_manager/demo_vision_model",
+    )
     for page in sorted((BACKEND.parent / folder).glob("*.md"))
 ]
 NAMES_FROM = (".", "backend", "backend/tests/mlx_server", "backend/mlx_manager/mlx_server")

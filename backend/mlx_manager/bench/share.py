@@ -27,7 +27,7 @@ from mlx_manager import __version__
 from mlx_manager.bench.plan import random_text
 from mlx_manager.embedded import StartFailed, embedded_server
 from mlx_manager.machine import described
-from mlx_manager.mlx_server.config import DEMO_MODEL
+from mlx_manager.mlx_server.config import EMBEDDED
 from mlx_manager.mlx_server.models.catalog import ModelSource
 
 FORMAT = 1
@@ -185,7 +185,7 @@ def model_facts(source: ModelSource) -> dict[str, Any]:
     name, not by where it is."""
     assert source.path is not None
     name, revision = source.path.name, None
-    if source.id == DEMO_MODEL:
+    if source.id in EMBEDDED:
         name, revision = source.id, __version__
     elif source.path.parent.name == SNAPSHOTS:
         name, revision = source.id, source.path.name

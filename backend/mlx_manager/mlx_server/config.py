@@ -27,6 +27,8 @@ from mlx_manager.mlx_server.settings import (
 )
 
 DEMO_MODEL = Settings.model
+DEMO_VISION_MODEL = "mlx-manager/demo-vision"
+EMBEDDED = (DEMO_MODEL, DEMO_VISION_MODEL)
 # `devices/cpu/blas.py` reads these before there are settings.
 NOT_A_SETTING = {"MLX_SERVER_BLAS"}
 SIZES = tuple(row.name for row in TABLE.values() if row.is_size)
@@ -498,7 +500,7 @@ def expanded(path: Path) -> Path:
 
 def is_folder(model: str) -> bool:
     """Return whether the owner's name of a model is a folder, which may be missing, or an id."""
-    if model == DEMO_MODEL:
+    if model in EMBEDDED:
         return False
     # Path.is_dir would raise for a name that is too long.
     return model.startswith(("/", ".", "~")) or os.path.isdir(model)

@@ -9,6 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 DEMO = HERE.parent / "demo"
 MODEL = HERE.parents[1] / "mlx_manager" / "demo_model"
+SEEING = HERE.parents[1] / "mlx_manager" / "demo_vision_model"
 
 if str(DEMO) not in sys.path:  # its programs import each other by bare names
     sys.path.insert(0, str(DEMO))
@@ -21,6 +22,7 @@ from words import Split, read_sections  # noqa: E402
 __all__ = [
     "HERE",
     "MODEL",
+    "SEEING",
     "Dialogue",
     "Phrasings",
     "Split",

@@ -1,4 +1,4 @@
-"""Asks the embedded model about drawings it has never seen and prints how often it is right.
+"""Asks the embedded model that sees about new drawings and prints how often it is right.
 
     cd backend && python -m training.vision.evaluate [--cases 500] [--wrong]
 
@@ -24,7 +24,7 @@ from mlx_vlm.models.idefics3.idefics3 import Idefics3Connector
 from mlx_vlm.models.idefics3.vision import VisionModel
 
 from training.vision.cases import Case, cases, table
-from training.vision.demo import MODEL
+from training.vision.demo import SEEING
 from training.vision.samples import ROWS, tokenizer
 
 LONGEST = 40
@@ -51,7 +51,7 @@ class Eyes(nn.Module):
 
 
 class Seeing:
-    """The embedded model in float32: answers greedily, pictures of one prompt length together."""
+    """The model in float32: answers greedily, pictures of one prompt length together."""
 
     def __init__(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -96,7 +96,7 @@ def _load(file: Path) -> dict[str, mx.array]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--model", type=Path, default=SEEING)
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--wrong", action="store_true", help="print the wrong answers")
     args = parser.parse_args()

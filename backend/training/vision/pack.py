@@ -1,22 +1,23 @@
-"""Puts trained eyes into the embedded model's folder, as a checkpoint of Idefics3.
+"""Writes the folder of the embedded model that sees, a checkpoint of Idefics3.
 
     cd backend && python -m training.vision.pack RUN [--model FOLDER]
 
-RUN is a folder that train.py wrote. `model-vision.safetensors` is written in bfloat16, config.json
-gets the tower's shape, the tokenizer the name of the token that stands for a row of a picture.
-`model.safetensors` gets Idefics3's names, and RUN's tuned language model where it has one.
+RUN is a folder that train.py wrote. The rest comes from the embedded language model's folder:
+config.json gets the tower's shape, the tokenizer the name of the token that stands for a row of a
+picture. `model.safetensors` is RUN's tuned language model where it has one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from training.vision.demo import MODEL
+from training.vision.demo import MODEL, SEEING
 from training.vision.shape import SCALE_FACTOR, SIDE, TOWER
 
 PLACEHOLDER = "<image>"
@@ -41,8 +42,6 @@ TEXT_ONLY = ("architectures", "model_type", "torch_dtype", "use_cache")
 
 def config_of(text: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of a model that sees, from that of its language model."""
-    if "text_config" in text:
-        return text
     return {
         "architectures": ["Idefics3ForConditionalGeneration"],
         "model_type": "idefics3",
@@ -92,10 +91,12 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path)
-    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--model", type=Path, default=SEEING)
     args = parser.parse_args()
-    config = json.loads((args.model / "config.json").read_text())
-    write_json(args.model / "config.json", config_of(config))
+    args.model.mkdir(parents=True, exist_ok=True)
+    write_json(
+        args.model / "config.json", config_of(json.loads((MODEL / "config.json").read_text()))
+    )
     write_json(args.model / "preprocessor_config.json", PREPROCESSOR)
     write_json(
         args.model / "processor_config.json",
@@ -104,11 +105,12 @@ def main() -> None:
             "image_seq_len": (SIDE // 16 // SCALE_FACTOR) ** 2,
         },
     )
+    for name in ("chat_template.jinja", "generation_config.json"):
+        shutil.copyfile(MODEL / name, args.model / name)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        path = args.model / name
-        path.write_text(path.read_text().replace(WAS, PLACEHOLDER))
+        (args.model / name).write_text((MODEL / name).read_text().replace(WAS, PLACEHOLDER))
     tuned = args.run / "language.safetensors"
-    language = language_of(tuned if tuned.is_file() else args.model / "model.safetensors")
+    language = language_of(tuned if tuned.is_file() else MODEL / "model.safetensors")
     parts = {"model.safetensors": language, "model-vision.safetensors": weights_of(args.run)}
     for name, weights in parts.items():
         mx.save_safetensors(str(args.model / name), weights, {"format": "mlx"})

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_manager.demo_model import demo_model_path
-from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources, expanded, is_folder
+from mlx_manager.demo_vision_model import demo_vision_model_path
+from mlx_manager.mlx_server.config import (
+    DEMO_MODEL,
+    DEMO_VISION_MODEL,
+    EMBEDDED,
+    CatalogSources,
+    expanded,
+    is_folder,
+)
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.errors import InvalidSettings, ModelLoadFailed, ModelNotFound
 from mlx_manager.mlx_server.models import hub
@@ -182,7 +190,8 @@ class Catalog:
     def _scan(self) -> Iterator[ModelSource]:
         # The default model may be downloaded; others only if the owner allows downloads.
         yield self._named(self._sources.default_model, downloadable=True)
-        yield described(DEMO_MODEL, demo_model_path(), "embedded")
+        for name in EMBEDDED:
+            yield _embedded(name)
         for name in self._sources.available_models:
             yield self._named(name, downloadable=self._sources.allow_download)
         if self._sources.models_dir is not None:
@@ -191,10 +200,10 @@ class Catalog:
             yield from cached_in(self._cache_folder, "hf_cache")
 
     def _named(self, name: str, *, downloadable: bool) -> ModelSource:
-        """Return the source of the owner's `name`: the embedded model, a folder, a model in the
+        """Return the source of the owner's `name`: an embedded model, a folder, a model in the
         folder of models, or a repository of the hub."""
-        if name == DEMO_MODEL:
-            return described(DEMO_MODEL, demo_model_path(), "embedded")
+        if name in EMBEDDED:
+            return _embedded(name)
         if is_folder(name):
             return described(name, expanded(Path(name)), "configured")
         if (models_dir := self._sources.models_dir) is not None:
@@ -206,6 +215,12 @@ class Catalog:
         if (snapshot := hub.cached_model(self._cache_folder, name)) is not None:
             return described(name, snapshot, "configured")
         return ModelSource(name, None, "configured", repository=name, downloadable=downloadable)
+
+
+def _embedded(name: str) -> ModelSource:
+    """Return the source of an embedded model."""
+    folders = {DEMO_MODEL: demo_model_path, DEMO_VISION_MODEL: demo_vision_model_path}
+    return described(name, folders[name](), "embedded")
 
 
 def can_be_named(model_id: str) -> bool:

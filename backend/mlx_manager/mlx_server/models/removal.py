@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mlx_manager.mlx_server.config import DEMO_MODEL
+from mlx_manager.mlx_server.config import EMBEDDED
 from mlx_manager.mlx_server.errors import InvalidRequest, ModelNotFound
 from mlx_manager.mlx_server.models.hub import repository_folder
 
@@ -45,7 +45,7 @@ def plan_removal(name: str, models_dir: Path | None, cache: Path) -> Removal:
         InvalidRequest: the model is embedded or lies elsewhere, or `name` is no name.
         ModelNotFound: neither place has it.
     """
-    if name == DEMO_MODEL:
+    if name in EMBEDDED:
         raise InvalidRequest(f"{name} is embedded: it is part of the program.")
     if NAME.fullmatch(name) is None:
         raise InvalidRequest(

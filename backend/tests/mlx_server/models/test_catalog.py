@@ -13,7 +13,12 @@ from tiny_models import make_tiny_model
 
 from mlx_manager.demo_model import demo_model_path
 from mlx_manager.mlx_server.api.v1.models import card
-from mlx_manager.mlx_server.config import DEMO_MODEL, CatalogSources
+from mlx_manager.mlx_server.config import (
+    DEMO_MODEL,
+    DEMO_VISION_MODEL,
+    EMBEDDED,
+    CatalogSources,
+)
 from mlx_manager.mlx_server.errors import ModelNotFound
 from mlx_manager.mlx_server.models.architectures import has_architecture
 from mlx_manager.mlx_server.models.catalog import RESCAN_SECONDS, Catalog
@@ -49,7 +54,7 @@ def cached_model(tmp_path: Path, repository: str, model_type: str = "llama") -> 
 
 
 def test_embedded_model_is_offered_with_nothing_configured(tmp_path: Path):
-    (source,) = catalog(tmp_path).models()
+    source, *_ = catalog(tmp_path).models()
     assert (source.id, source.path, source.origin) == (DEMO_MODEL, demo_model_path(), "embedded")
     assert source.family == "llama"
     assert source.context_length > 0
@@ -70,12 +75,13 @@ def test_every_place_is_looked_at_and_the_default_comes_first(tmp_path: Path):
     assert [(model.id, model.origin, model.model_type) for model in models] == [
         (str(own), "configured", "qwen3"),
         (DEMO_MODEL, "embedded", "llama"),
+        (DEMO_VISION_MODEL, "embedded", "idefics3"),
         ("owner/cached", "configured", "llama"),
         ("owner/elsewhere", "configured", ""),
         ("flat", "models_dir", "mistral"),
         ("owner/deep", "models_dir", "gemma2"),
     ]
-    assert models[3].path is None
+    assert models[4].path is None
     assert models[0].nbytes == (own / "model.safetensors").stat().st_size
     assert models[0].context_length == 2048
 
@@ -97,7 +103,7 @@ def test_folders_that_come_and_go_meanwhile_hide_no_others(tmp_path: Path):
     try:
         for _ in range(300):
             models.rescan()
-            assert [model.id for model in models.models()] == [DEMO_MODEL, "fine"]
+            assert [model.id for model in models.models()] == [*EMBEDDED, "fine"]
     finally:
         looked.set()
         others.join()
@@ -108,7 +114,7 @@ def test_a_folder_within_a_models_is_a_part_of_it(tmp_path: Path):
     make_tiny_encoder(tmp_path / "models" / "owner" / "deep")
     assert (tmp_path / "models" / "flat" / "1_Pooling" / "config.json").is_file()
     offered = catalog(tmp_path, models_dir=tmp_path / "models").models()
-    assert [source.id for source in offered] == [DEMO_MODEL, "flat", "owner/deep"]
+    assert [source.id for source in offered] == [*EMBEDDED, "flat", "owner/deep"]
 
 
 def test_models_three_folders_deep_are_found(tmp_path: Path):
@@ -117,7 +123,7 @@ def test_models_three_folders_deep_are_found(tmp_path: Path):
     make_tiny_encoder(tmp_path / "models" / "owner" / "encoders" / "bge")
     offered = catalog(tmp_path, models_dir=tmp_path / "models").models()
     names = ["owner/encoders/bge", "owner/name/4bit", "owner/name/8bit"]
-    assert [source.id for source in offered] == [DEMO_MODEL, *names]
+    assert [source.id for source in offered] == [*EMBEDDED, *names]
     named = catalog(tmp_path, models_dir=tmp_path / "models", default_model=names[1])
     assert named.find(names[1]).path == tmp_path / "models" / names[1]
 
@@ -132,7 +138,7 @@ def test_a_folder_of_models_may_be_a_cache_of_the_hub(
     models_dir = tmp_path / "hub" if not within else tmp_path
     found = catalog(tmp_path, models_dir=models_dir, hf_cache=False)
     beside = f"{within}/beside".strip("/")
-    assert [source.id for source in found.models()] == [DEMO_MODEL, beside, "owner/text"]
+    assert [source.id for source in found.models()] == [*EMBEDDED, beside, "owner/text"]
     assert found.find("owner/text").origin == "models_dir"
     named = catalog(tmp_path, models_dir=tmp_path / "hub", default_model="owner/text")
     assert named.find("owner/text").path is not None
@@ -178,12 +184,12 @@ def test_a_folder_of_models_without_any_is_told_of_once(
     clock = Clock()
     found = catalog(tmp_path, clock, models_dir=tmp_path / "models")
     for _ in range(3):
-        assert [source.id for source in found.models()] == [DEMO_MODEL]
+        assert [source.id for source in found.models()] == [*EMBEDDED]
         clock.now += RESCAN_SECONDS
     assert re.search(said, caplog.text)
     assert len(caplog.records) == 1
     make_tiny_model(tmp_path / "models" / "fine")
-    assert len(found.models()) == 2
+    assert len(found.models()) == len(EMBEDDED) + 1
     assert len(caplog.records) == 1
 
 
@@ -193,7 +199,7 @@ def test_a_file_that_is_never_read_hides_no_other_model(tmp_path: Path):
         folder = make_tiny_model(tmp_path / "models" / name.replace(".", "-"))
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
-    assert len(catalog(tmp_path, models_dir=tmp_path / "models").models()) == 5
+    assert len(catalog(tmp_path, models_dir=tmp_path / "models").models()) == len(EMBEDDED) + 4
 
 
 def test_only_what_the_owner_allows_is_downloadable(tmp_path: Path):
@@ -209,8 +215,8 @@ def test_only_what_the_owner_allows_is_downloadable(tmp_path: Path):
 def test_cache_offers_only_architectures_that_can_be_run(tmp_path: Path):
     cached_model(tmp_path, "owner/text", "llama")
     cached_model(tmp_path, "owner/speech", "whisper")
-    assert [model.id for model in catalog(tmp_path).models()] == [DEMO_MODEL, "owner/text"]
-    assert len(catalog(tmp_path, hf_cache=False).models()) == 1
+    assert [model.id for model in catalog(tmp_path).models()] == [*EMBEDDED, "owner/text"]
+    assert len(catalog(tmp_path, hf_cache=False).models()) == len(EMBEDDED)
     named = catalog(tmp_path, default_model="owner/text", hf_cache=False).find("owner/text")
     assert named.path is not None
     for model_type in ("llama", "mistral", "qwen3_next", "falcon_mamba"):
@@ -244,7 +250,7 @@ def test_a_config_of_nonsense_hides_no_other_model(tmp_path: Path, config: str):
     (tmp_path / "models" / "odd").mkdir()
     (tmp_path / "models" / "odd" / "config.json").write_text(config)
     models = catalog(tmp_path, models_dir=tmp_path / "models").models()
-    assert [source.id for source in models] == [DEMO_MODEL, "a", "odd", "z"]
+    assert [source.id for source in models] == [*EMBEDDED, "a", "odd", "z"]
 
 
 @pytest.mark.parametrize(
@@ -284,7 +290,7 @@ def test_what_a_folder_says_and_can_not_be_spoils_no_answer_about_models(
 def test_a_name_that_no_folder_can_have_hides_no_other_model(tmp_path: Path, name: str):
     make_tiny_model(tmp_path / "models" / "a")
     offered = catalog(tmp_path, default_model=name, models_dir=tmp_path / "models").models()
-    assert [source.id for source in offered] == [name, DEMO_MODEL, "a"]
+    assert [source.id for source in offered] == [name, *EMBEDDED, "a"]
     assert offered[0].nbytes == 0
 
 
@@ -296,13 +302,13 @@ def test_a_name_that_is_no_text_is_not_offered(tmp_path: Path):
     except OSError:
         pytest.skip("this file system has no such names")
     models = catalog(tmp_path, models_dir=tmp_path / "models").models()
-    assert [source.id for source in models] == [DEMO_MODEL, "für alle"]
+    assert [source.id for source in models] == [*EMBEDDED, "für alle"]
 
 
 @pytest.mark.parametrize("name", ["gone", "x" * 300])
 def test_a_folder_of_models_that_is_none_offers_none(tmp_path: Path, name: str):
     models = catalog(tmp_path, models_dir=tmp_path / name).models()
-    assert [source.id for source in models] == [DEMO_MODEL]
+    assert [source.id for source in models] == [*EMBEDDED]
 
 
 def test_weights_that_come_after_the_config_are_counted(tmp_path: Path):
@@ -322,7 +328,9 @@ def test_a_name_is_looked_up_and_never_a_path(tmp_path: Path, name: str):
     make_tiny_model(tmp_path / "models" / "own")
     models = catalog(tmp_path, models_dir=tmp_path / "models")
     assert models.find("own").path == tmp_path / "models" / "own"
-    with pytest.raises(ModelNotFound, match=r"Offered: mlx-manager/demo, own\.") as refusal:
+    with pytest.raises(
+        ModelNotFound, match=r"Offered: mlx-manager/demo, mlx-manager/demo-vision, own\."
+    ) as refusal:
         models.find(name)
     assert refusal.value.param == "model"
 
@@ -330,14 +338,14 @@ def test_a_name_is_looked_up_and_never_a_path(tmp_path: Path, name: str):
 def test_disk_is_read_again_after_a_while_or_when_told(tmp_path: Path):
     clock = Clock()
     models = catalog(tmp_path, clock, models_dir=tmp_path / "models")
-    assert len(models.models()) == 1
+    assert len(models.models()) == len(EMBEDDED)
     make_tiny_model(tmp_path / "models" / "one")
-    assert len(models.models()) == 1
+    assert len(models.models()) == len(EMBEDDED)
     clock.now += RESCAN_SECONDS
-    assert len(models.models()) == 2
+    assert len(models.models()) == len(EMBEDDED) + 1
     make_tiny_model(tmp_path / "models" / "two")
     models.rescan()
-    assert len(models.models()) == 3
+    assert len(models.models()) == len(EMBEDDED) + 2
 
 
 def test_changed_config_is_read_again(tmp_path: Path):
@@ -418,4 +426,4 @@ def test_the_default_model_may_be_named_as_the_folder_of_models_has_it(tmp_path:
         tmp_path, default_model="owner/own", models_dir=tmp_path / "models"
     ).models()
     assert (source.id, source.path, source.origin) == ("owner/own", folder, "models_dir")
-    assert [other.id for other in others] == [DEMO_MODEL]
+    assert [other.id for other in others] == [*EMBEDDED]
