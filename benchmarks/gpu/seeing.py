@@ -82,8 +82,7 @@ def write(folder: Path, layers: int, depth: int) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     language = random_model(config, seed=0, dtype=mx.bfloat16)
     weights = {
-        published_language(made, name): array
-        for name, array in tree_flatten(language.parameters())
+        published_language(made, name): array for name, array in tree_flatten(language.parameters())
     }
     weights |= tower_tensors(made, folder, config, seed=1, dtype=mx.bfloat16)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})

@@ -278,7 +278,8 @@ class Caller:
     """The origin of a request.
 
     key: name of its API key, "" without one. protocol: chat, completions, responses, messages,
-    ollama, embeddings, rerank or tokens; "" from a script. request_id: id of the HTTP request.
+    ollama, embeddings, rerank, tokens or warm; "" from a script. request_id: id of the HTTP
+    request.
     """
 
     key: str = ""

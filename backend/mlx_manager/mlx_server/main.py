@@ -44,7 +44,7 @@ from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.models.settings import ModelsFile, Wishes, read_models_file
 from mlx_manager.mlx_server.observability import logs
 from mlx_manager.mlx_server.observability.tracing import start_tracing
-from mlx_manager.mlx_server.schemas.admin import ClearRequest, ModelRef, PinRequest
+from mlx_manager.mlx_server.schemas.admin import ClearRequest, ModelRef, PinRequest, WarmRequest
 from mlx_manager.mlx_server.schemas.anthropic import CountTokensRequest, MessagesRequest
 from mlx_manager.mlx_server.schemas.embeddings import EmbeddingsRequest, RerankRequest
 from mlx_manager.mlx_server.schemas.hub import SettingsChange
@@ -80,6 +80,7 @@ BODIES: list[type[BaseModel]] = [
     ClearRequest,
     ModelRef,
     PinRequest,
+    WarmRequest,
     ChatCompletionRequest,
     CompletionRequest,
     CountTokensRequest,

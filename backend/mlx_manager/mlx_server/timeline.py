@@ -135,6 +135,7 @@ class Timeline:
             sum(usage.completion_tokens for usage in usages),
             sum(usage.cached_tokens for usage in asked),
             sum(usage.reasoning_tokens for usage in usages),
+            kept_tokens=sum(usage.kept_tokens for usage in usages),
             accepted_prediction_tokens=sum(usage.accepted_prediction_tokens for usage in usages),
             rejected_prediction_tokens=sum(usage.rejected_prediction_tokens for usage in usages),
         )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 LATEST = ":latest"
 PROTOCOLS = {
+    "/admin/prefix-cache/warm": "warm",
     "/api/chat": "ollama",
     "/api/embed": "ollama",
     "/api/embeddings": "ollama",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 from collections import Counter
@@ -14,10 +15,13 @@ from typing import Any, TypeVar
 
 from mlx_manager.mlx_server.config import EngineLimits, PoolLimits
 from mlx_manager.mlx_server.errors import (
+    InvalidRequest,
     ModelDown,
+    ModelLoadFailed,
     ModelLoadStalled,
     ModelNotFound,
     OutOfMemory,
+    Overloaded,
     WorkerFailed,
 )
 from mlx_manager.mlx_server.models.catalog import ModelSource
@@ -27,6 +31,7 @@ from mlx_manager.mlx_server.models.policy import Policy
 from mlx_manager.mlx_server.models.residents import Resident, Residents, Returns
 from mlx_manager.mlx_server.models.settings import Recipe
 from mlx_manager.mlx_server.models.status import Unloaded
+from mlx_manager.mlx_server.models.warming import read_system
 from mlx_manager.mlx_server.utils.pressure import Pressure, PressureGauge, out_of_reach
 from mlx_manager.mlx_server.utils.text import gigabytes, in_words
 from mlx_manager.mlx_server.workers.messages import Load, Look, Prepare, WorkerFigures
@@ -247,7 +252,10 @@ class Loads:
         nbytes: int = await self._watched(worker, worker.ask(prepare))
         await self._make_place(worker, source.id, nbytes)
         facts: ModelFacts = await self._watched(worker, worker.ask(Load()))
-        resident = Resident(source.id, facts, Proxy(worker, facts), source, recipe, worker)
+        proxy = Proxy(worker, facts)
+        for name in self._policy.warmed(source.id):
+            await self._warm(worker, proxy, facts, name)
+        resident = Resident(source.id, facts, proxy, source, recipe, worker)
         self._residents.add(resident)
         if worker.ended:
             self._residents.remove(resident)
@@ -263,8 +271,34 @@ class Loads:
             weights_bytes=facts.nbytes,
         )
 
-    async def _watched(self, worker: Worker, work: Awaitable[T]) -> T:
-        """Return the result of `work`, unless the worker makes no progress.
+    async def _warm(self, worker: Worker, proxy: Proxy, facts: ModelFacts, name: str) -> None:
+        """Have a worker read the prompts that the settings of `name` list.
+
+        Raises:
+            ModelLoadFailed: one can't be read; names the setting.
+            WorkerFailed: the worker has ended.
+        """
+        settings = self._policy.of(name)
+        for path in settings.warm:
+            setting = f"models.{json.dumps(name)}.warm: {path}"
+            if not self._engine.prefix_cache:
+                log.warning("%s is not read ahead: MLX_SERVER_PREFIX_CACHE is false", setting)
+                continue
+            worker.begin(f"it reads {path.name}")
+            work = read_system(proxy, facts, name, path, settings.overlay)
+            try:
+                usage = await self._watched(worker, work, stepping=True)
+            except (OSError, UnicodeDecodeError, InvalidRequest) as error:
+                raise ModelLoadFailed(f"{setting} can't be read ahead: {error}") from error
+            except Overloaded as error:
+                # It is a matter of speed alone, and the next request may find room.
+                log.warning("%s is not read ahead: %s", setting, error)
+            else:
+                log.info("%s: %s tokens are read ahead", setting, f"{usage.prompt_tokens:,}")
+
+    async def _watched(self, worker: Worker, work: Awaitable[T], *, stepping: bool = False) -> T:
+        """Return the result of `work`, unless the worker makes no progress. stepping: steps count
+        as progress.
 
         Raises:
             ModelLoadStalled: the worker reported no progress for `load_timeout` seconds.
@@ -277,6 +311,8 @@ class Loads:
                 done, _ = await asyncio.wait([task], timeout=OFTEN)
                 if done:
                     return task.result()
+                if stepping:
+                    since = max(since, loop.time() - worker.silence)
                 if worker.progress != progress:
                     progress, since = worker.progress, loop.time()
                     log.info("loading %s: %s", worker.name, worker.doing)

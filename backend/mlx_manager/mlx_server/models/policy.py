@@ -55,6 +55,11 @@ class Policy:
             return own.base
         return next(n for n, s in self.models.models.items() if s.is_preset and s.base == own.base)
 
+    def warmed(self, engine: str) -> list[str]:
+        """Return the names with prompts that are read when `engine` is loaded."""
+        named = self.models.models.items()
+        return [name for name, own in named if own.warm and self.engine_of(name) == engine]
+
     def preset(self, base: str, name: str) -> str | None:
         """Return the id that `base:name` means: a preset of that base; None if there is none."""
         own = self.models.models.get(name)

@@ -105,11 +105,25 @@ def _beside(path: Path, info: ValidationInfo) -> Path:
     return found
 
 
+def _readable(path: Path, info: ValidationInfo) -> Path:
+    found = _beside(path, info)
+    try:
+        text = found.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"must be a file that can be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError("must be a file of text in UTF-8") from error
+    if not text.strip():
+        raise ValueError("must be a file with a text in it")
+    return found
+
+
 def _id_or_folder(name: str, info: ValidationInfo) -> str:
     found = _beside(Path(name), info)
     return str(found) if name.startswith((".", "~")) else name
 
 
+TextFile = Annotated[Path, BeforeValidator(_filled), AfterValidator(_readable)]
 Name = Annotated[str, Field(min_length=1), AfterValidator(_plain)]
 Duration = Annotated[float, BeforeValidator(_seconds)]
 Switch = Annotated[bool, Field(strict=True)]
@@ -186,6 +200,7 @@ AS_IT_IS = Recipe()
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """One model's table. ttl: seconds without use until it is unloaded; None: the server's setting.
+    warm: files with system messages that are read when the model is loaded.
 
     The first four settings make up its `recipe`. A name with a base and without an adapter or a
     form of weights of its own is a preset: it shares the base's engine, KV pages and prefix cache,
@@ -207,6 +222,7 @@ class ModelSettings:
     template_args: Mapping[Name, Any] = field(default_factory=dict)
     thinking_budget: Annotated[int, Field(strict=True, ge=0)] | None = None
     speculation: Literal["auto", "off"] | None = None
+    warm: tuple[TextFile, ...] = ()
 
     @property
     def is_preset(self) -> bool:

@@ -1,4 +1,5 @@
-"""`/v1/tokenize` and `/v1/apply-template`: body → prompt, what was found → body. Pure."""
+"""`/v1/tokenize`, `/v1/apply-template` and the owner's prompts to be read ahead: body → prompt,
+what was found → body. Pure."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from mlx_manager.mlx_server.protocols.dialects import (
 )
 from mlx_manager.mlx_server.protocols.parameters import refuse_unsupported
 from mlx_manager.mlx_server.protocols.pieces import sliced
+from mlx_manager.mlx_server.schemas.admin import WarmRequest
 from mlx_manager.mlx_server.schemas.openai import (
     ChatCompletionRequest,
     ChatMessage,
@@ -40,6 +42,9 @@ UNSUPPORTED_IN_TOKENIZE: dict[str, Refusal] = {
 }
 UNSUPPORTED_IN_TEMPLATES: dict[str, Refusal] = {
     **foreign(APPLY_TEMPLATE, PromptRequest, OF_PROMPTS),
+}
+UNSUPPORTED_IN_WARMING: dict[str, Refusal] = {
+    **foreign(TOKENIZE, WarmRequest, OF_PROMPTS),
 }
 """Fields that would change a prompt elsewhere, and are refused by name here."""
 
@@ -101,7 +106,23 @@ def tokenizing(body: TokenizeRequest) -> Tokenizing:
     return Tokenizing(Text(body.prompt if body.prompt is not None else body.content or ""), special)
 
 
-def _refuse(body: TokenizeRequest, names: Iterable[str], prompt: str) -> None:
+def read_ahead(body: WarmRequest) -> Conversation | Text:
+    """
+    Raises:
+        InvalidParameter: none or both of `text` and `messages`; or something that only a
+            conversation can have, with a text.
+        UnsupportedParameter: a field that would change the prompt elsewhere.
+    """
+    refuse_unsupported(body, UNSUPPORTED_IN_WARMING)
+    if (body.text is None) == (body.messages is None):
+        raise InvalidParameter("Send one of `text` and `messages`.", param="text")
+    if body.messages is not None:
+        return rendered(body.messages, body)
+    _refuse(body, OF_CONVERSATIONS, "a text: send `messages`")
+    return Text(body.text or "")
+
+
+def _refuse(body: TemplateParameters, names: Iterable[str], prompt: str) -> None:
     for name in names:
         if getattr(body, name):
             raise InvalidParameter(f"`{name}` has no effect on {prompt}.", param=name)

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from mlx_manager.mlx_server.schemas.openai import ModelWeights
+from mlx_manager.mlx_server.schemas.openai import Messages, ModelWeights, TemplateParameters
+from mlx_manager.mlx_server.schemas.sampling import CACHE_SALT, CacheSalt
 from mlx_manager.mlx_server.schemas.wire import NonEmpty, Wire
 
 
@@ -20,6 +21,30 @@ class PinRequest(ModelRef):
 
 class ClearRequest(Wire):
     model: NonEmpty | None = Field(None, description="Of this model; without it, of all")
+
+
+class WarmRequest(TemplateParameters):
+    """A prompt that is read ahead: a text, or a conversation."""
+
+    text: NonEmpty | None = Field(None, description="Beginning of raw prompts")
+    messages: Messages | None = Field(
+        None, description="Beginning of chats, or, if the user's message is the last, a chat"
+    )
+    cache_salt: CacheSalt | None = Field(None, description=CACHE_SALT)
+
+
+class WarmedPrefix(Wire):
+    """Tokens of a prompt that has been read ahead.
+
+    cached_tokens were known already, and computed_tokens were read. kept_tokens of both are found
+    by who begins alike: all but those that fill no page.
+    """
+
+    model: str
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    kept_tokens: int
 
 
 class AdminModel(Wire):

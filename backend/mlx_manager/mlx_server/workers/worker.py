@@ -136,6 +136,11 @@ class Worker:
         if self._rows.pop(number, None) is not None:
             self._channel.send(Cancel(number))
 
+    def begin(self, what: str) -> None:
+        """Note what its load is at now."""
+        self.doing = what
+        self.progress += 1
+
     def send(self, message: object) -> None:
         """Send what has no answer."""
         self._channel.send(message)
@@ -212,8 +217,7 @@ class Worker:
             case Begun(number):
                 self._tell_begun(number)
             case Doing(what):
-                self.doing = what
-                self.progress += 1
+                self.begin(what)
                 log.debug("%s: %s", self.name, what)
             case Hello():
                 # Its load may have been given up.

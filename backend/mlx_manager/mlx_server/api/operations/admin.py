@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
-from mlx_manager.mlx_server.api.connection import read
+from mlx_manager.mlx_server.api.connection import UntilHangup, notes, read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.state import Server, server_of
 from mlx_manager.mlx_server.api.v1.models import weights_of
-from mlx_manager.mlx_server.errors import RequestCancelled
+from mlx_manager.mlx_server.errors import InvalidRequest, RequestCancelled
+from mlx_manager.mlx_server.protocols.answer import new_id
+from mlx_manager.mlx_server.protocols.tokens import read_ahead
 from mlx_manager.mlx_server.schemas.admin import (
     AdminMemory,
     AdminModel,
@@ -29,9 +32,12 @@ from mlx_manager.mlx_server.schemas.admin import (
     RunningRequest,
     RunningRequests,
     UnloadedModel,
+    WarmedPrefix,
+    WarmRequest,
 )
 from mlx_manager.mlx_server.schemas.wire import Wire
 from mlx_manager.mlx_server.services.calls import Call
+from mlx_manager.mlx_server.services.warming import warm
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded
@@ -118,6 +124,31 @@ async def clear_prefix_cache(request: Request) -> ClearedPrefixes:
     server = server_of(request)
     body = await read_or_default(request, ClearRequest, server)
     return ClearedPrefixes(freed=dict(await server.pool.clear_prefixes(body.model)))
+
+
+@router.post(
+    "/prefix-cache/warm",
+    openapi_extra=takes(WarmRequest),
+    responses={200: {"model": WarmedPrefix}},
+)
+async def warm_prefix_cache(request: Request) -> Response:
+    """Read a prompt ahead, so that requests which begin alike find it; loads the model."""
+    server = server_of(request)
+    body = await read(request, WarmRequest, server.settings.api)
+    prompt, model = read_ahead(body), server.pool.resolve(body.model)
+    if not server.settings.engine.prefix_cache:
+        raise InvalidRequest("Nothing is kept of prompts: MLX_SERVER_PREFIX_CACHE is false.")
+    inference = server.inference(request, body)
+    async with UntilHangup(request.receive):
+        usage = await warm(inference, model, prompt, body.cache_salt or "", new_id("warm"))
+    warmed = WarmedPrefix(
+        model=model,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        computed_tokens=usage.prompt_tokens - usage.cached_tokens,
+        kept_tokens=usage.cached_tokens + usage.kept_tokens,
+    )
+    return JSONResponse(warmed.model_dump(), headers=notes(body))
 
 
 def admin_model(status: ModelStatus, figures: Mapping[str, Any]) -> AdminModel:
