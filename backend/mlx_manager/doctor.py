@@ -217,6 +217,9 @@ def model_findings(settings: MLXServerSettings) -> Iterator[Finding]:
     except (ImportError, InvalidSettings):
         return  # Others' findings, which say so.
     source = Catalog(settings.catalog, owners).find(settings.model)
+    if source.urls:
+        yield Finding("model", f"{source.id} is on another machine: {', '.join(source.urls)}")
+        return
     if source.path is None:
         yield Finding("model", f"{source.id} is not here yet: `serve` downloads it first")
         return

@@ -61,7 +61,8 @@ MAY_IMPORT = {
     | {*("backends", "encoders", "engine", "execution", "memory", "models", "observability")}
     | {*("stream", "text", "workers")},
     "workers": FOUNDATION | {"models", "stream"},
-    "pool": FOUNDATION | {"models", "workers"},
+    "remotes": FOUNDATION | {"images"},
+    "pool": FOUNDATION | {"models", "remotes", "workers"},
     # Its two doors for scripts (`generate_chat_completion`) take and give wire types.
     "services": FOUNDATION
     | {*("images", "models", "observability", "pool", "protocols", "schemas", "stream")},

@@ -229,6 +229,8 @@ def find_source(model: str | None) -> ModelSource:
         )
     except MLXManagerError as error:
         fail(error.message, ExitCode.NOT_FOUND)
+    if source.urls:
+        fail(f"{source.id} is on another machine: run it there.", ExitCode.NOT_FOUND)
     if source.path is None:
         fail(f"{source.id} is not here yet: mlx-manager pull {source.id}", ExitCode.NOT_FOUND)
     return source

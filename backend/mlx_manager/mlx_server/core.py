@@ -273,18 +273,23 @@ Constraint = JsonObject | JsonSchema | Regex | Choice | Grammar
 """Constraint on the content of an answer; thinking and tool calls are free."""
 
 
+HOPS = "x-mlx-manager-hops"
+"""Header of a request that one server of this program's sends to another: `Caller.hops` there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The origin of a request.
 
     key: name of its API key, "" without one. protocol: chat, completions, responses, messages,
     ollama, embeddings, rerank, tokens or warm; "" from a script. request_id: id of the HTTP
-    request.
+    request. hops: number of servers of this program's that have passed the request on.
     """
 
     key: str = ""
     protocol: str = ""
     request_id: str = ""
+    hops: int = 0
 
 
 Speculation = Literal["auto", "off"]

@@ -33,9 +33,11 @@
     │   └── OutOfMemory               503 out_of_memory            no room now; try again later
     ├── StorageFailed                 507 storage_failed           the disk is full, say
     ├── ServerNotReady                503 server_not_ready         starting, draining, unhealthy
+    │   └── RemoteUnavailable         503 remote_unavailable       no other machine answers
     ├── RequestTimedOut               504 timeout
     └── GenerationFailed              500 generation_failed        the step failed; rows were lost
-        └── WorkerFailed              500 worker_failed            the model's process has ended
+        ├── WorkerFailed              500 worker_failed            the model's process has ended
+        └── RemoteFailed              502 remote_failed            another machine broke off, say
 
 `OutOfRange` is 400 outside `/v1/chat/completions` and `/v1/completions`, or if the owner sets so.
 `api/errors.py` turns the errors into the body that the caller's protocol expects.
@@ -286,6 +288,12 @@ class ServerNotReady(MLXManagerError):
         super().__init__(message, param=param, retry_after=retry_after)
 
 
+class RemoteUnavailable(ServerNotReady):
+    """No server of a model on other machines answers."""
+
+    code = "remote_unavailable"
+
+
 class RequestTimedOut(MLXManagerError):
     status = 504
     code = "timeout"
@@ -300,3 +308,10 @@ class WorkerFailed(GenerationFailed):
     """The process of a model has ended, or can't be started."""
 
     code = "worker_failed"
+
+
+class RemoteFailed(GenerationFailed):
+    """A failure of a server on another machine: it broke off, or can't be asked as it is set up."""
+
+    status = 502
+    code = "remote_failed"

@@ -23,6 +23,8 @@ class OtherServer:
     endless: answers go on until the client leaves. usage: whether streams end with it. status: of
     every answer to a chat request. strange: what everything is answered with instead, if anything.
     cut: streams end before their answers do. most: requests that were under way at once.
+    models: the ids that are listed, each with `card`. moved: where all requests are redirected to.
+    silent: streams begin, and nothing follows until the client leaves.
     """
 
     url: str = ""
@@ -35,6 +37,10 @@ class OtherServer:
     strict: bool = False
     strange: bytes | None = None
     cut: bool = False
+    models: tuple[str, ...] = ("other/one", "other/two")
+    card: dict[str, Any] = field(default_factory=dict)
+    moved: str = ""
+    silent: bool = False
     running: int = 0
     most: int = 0
 
@@ -48,12 +54,14 @@ def other_server() -> Iterator[OtherServer]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            if state.moved:
+                return self.redirect()
             if state.strange is not None:
                 return self.send_bytes(200, state.strange)
             # As a proxy it is asked for a whole address.
             if urlsplit(self.path).path != "/v1/models":
                 return self.send(404, {"detail": "Not Found"})
-            models = [{"id": "other/one", "object": "model"}, {"id": "other/two"}]
+            models = [{"id": name, "object": "model", **state.card} for name in state.models]
             self.send(200, {"object": "list", "data": models})
 
         def do_POST(self) -> None:
@@ -70,6 +78,8 @@ def other_server() -> Iterator[OtherServer]:
         def answer(self, body: dict[str, Any]) -> None:
             state.bodies.append(body)
             state.headers.append({k.lower(): v for k, v in self.headers.items()})
+            if state.moved:
+                return self.redirect()
             if state.strange is not None:
                 return self.send_bytes(200, state.strange)
             if state.status != 200:
@@ -87,7 +97,17 @@ def other_server() -> Iterator[OtherServer]:
             except OSError:
                 state.left.set()
 
+        def redirect(self) -> None:
+            self.send_response(307)
+            self.send_header("location", state.moved)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
         def stream(self) -> None:
+            if state.silent:
+                self.rfile.read(1)
+                state.left.set()
+                return
             self.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": None}}]})
             for thought in THOUGHT:
                 self.event({"choices": [{"delta": {"reasoning": thought, "content": None}}]})

@@ -201,6 +201,7 @@ class ScriptedPool:
             "unloads": {},
             "failures": {},
             "down": {},
+            "remotes": {},
         }
 
     @asynccontextmanager

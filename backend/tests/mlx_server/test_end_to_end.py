@@ -146,6 +146,8 @@ def test_a_stop_string_ends_the_answer_before_it(sdk: openai.OpenAI):
     cut = sdk.chat.completions.create(**asked, stop=[stop]).choices[0]
     assert cut.message.content == text[: text.index(stop)]
     assert cut.finish_reason == "stop"
+    # As vLLM tells which one it was.
+    assert cut.model_extra == {"stop_reason": stop}
 
 
 def test_top_p_of_0_leaves_the_most_likely_token(sdk: openai.OpenAI):

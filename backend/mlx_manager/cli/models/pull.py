@@ -136,7 +136,7 @@ def fetch_default(settings: MLXServerSettings) -> None:
     from mlx_manager.mlx_server.models.settings import read_models_file
 
     source = Catalog(settings.catalog, read_models_file(settings.models_file)).find(settings.model)
-    if source.path is None:
+    if source.path is None and not source.urls:
         found = hub.look_up(source.id)
         cache = hub.cache_folder()
         describe(found, found.missing(cache), hub.free_bytes(cache))

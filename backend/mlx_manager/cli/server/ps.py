@@ -113,6 +113,8 @@ def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, 
 
 def stay(model: dict[str, Any]) -> str:
     """Return in words how long a model without requests stays loaded."""
+    if model.get("servers"):
+        return "on another machine"
     if model["outdated"]:
         return "until it is idle: its settings changed"
     if model["pinned"]:

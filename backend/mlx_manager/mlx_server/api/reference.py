@@ -88,7 +88,8 @@ marker.
 A call that must fit a schema has only the parameters that the schema names. It may have others if
 `additionalProperties` allows them, or if the schema names no parameters at all. Integers have at
 most 18 digits. The schema alone limits the length of texts and lists: a model that does not end
-one runs into `max_tokens`, and the `finish_reason` is "length".
+one runs into `max_tokens`, and the `finish_reason` is "length". A choice that a stop string ended
+has the string as `stop_reason`, as vLLM tells it.
 
 Some models write arguments one by one instead of as one JSON object (Qwen3-Coder, Seed-OSS, GLM,
 MiniMax, LongCat, DeepSeek V3.2, Kimi K3, MiniCPM5, Muse Spark). There texts are written as they

@@ -13,7 +13,7 @@ from fastapi import Request
 from mlx_manager.mlx_server.api.deadlines import limits_of
 from mlx_manager.mlx_server.api.http.paths import routed
 from mlx_manager.mlx_server.config import MLXServerSettings
-from mlx_manager.mlx_server.core import Caller
+from mlx_manager.mlx_server.core import HOPS, Caller
 from mlx_manager.mlx_server.errors import MLXManagerError, ServerNotReady
 from mlx_manager.mlx_server.images.reader import ImageReader
 from mlx_manager.mlx_server.observability.history import History
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mlx_manager.mlx_server.models.status import Reloaded
 
 LATEST = ":latest"
+MOST_DIGITS = 3
 PROTOCOLS = {
     "/admin/prefix-cache/warm": "warm",
     "/api/chat": "ollama",
@@ -145,7 +146,12 @@ class Server:
         limits = self.settings.time.and_also(limits_of(request, body))
         path = routed(request.scope).removeprefix("/v1").removeprefix("/v2")
         account: Account = request.state.account
-        caller = Caller(account.key.name, PROTOCOLS.get(path, ""), request.state.request_id)
+        caller = Caller(
+            account.key.name,
+            PROTOCOLS.get(path, ""),
+            request.state.request_id,
+            hops_of(request),
+        )
         sinks = (self.metrics.count_call, self.audit.put, request.state.calls.append)
         recorder = Recorder(sinks)
         return Inference(
@@ -192,6 +198,12 @@ def server_of(request: Request) -> Server:
     server = request.app.state.server
     assert isinstance(server, Server)
     return server
+
+
+def hops_of(request: Request) -> int:
+    """Return the number of servers of this program's that have passed the request on."""
+    told = request.headers.get(HOPS, "")
+    return int(told) if told.isdecimal() and len(told) <= MOST_DIGITS else 0
 
 
 def caller_of(request: Request) -> str:

@@ -41,7 +41,7 @@ from mlx_manager.mlx_server.utils.text import encodable
 
 log = logging.getLogger(__name__)
 
-Origin = Literal["embedded", "configured", "models_dir", "hf_cache"]
+Origin = Literal["embedded", "configured", "models_dir", "hf_cache", "remote"]
 RESCAN_SECONDS = 5.0
 MOST_NAMED = 20
 MOST_DOUBTED = 3
@@ -59,6 +59,7 @@ class ModelSource:
     or not.
     nbytes: the size of its weights' files. kind None, model_type "" and the zeros mean unknown: it
     is not here yet, or loading it will say what is wrong with it.
+    urls: the servers on other machines that have it, of origin "remote"; none if it is loaded here.
     """
 
     id: str
@@ -72,6 +73,7 @@ class ModelSource:
     downloadable: bool = False
     kind: Kind | None = None
     input_modalities: tuple[str, ...] = ("text",)
+    urls: tuple[str, ...] = ()
 
 
 class Catalog:
@@ -171,11 +173,17 @@ class Catalog:
             self._told_empty = empty
 
     def _all(self) -> dict[str, ModelSource]:
-        """Return all models by id. Those that the owner's file makes from a base hide others."""
+        """Return all models by id. Those that the owner's file makes from a base, or places on
+        other machines, hide others."""
         found: dict[str, ModelSource] = {}
         for source in self._scan():
             if can_be_named(source.id):
                 found.setdefault(source.id, source)
+        for name, settings in self._models.models.items():
+            if settings.url is not None:
+                found[name] = ModelSource(
+                    name, None, "remote", kind=settings.kind, urls=settings.url
+                )
         made: dict[str, ModelSource] = {}
         for name, settings in self._models.models.items():
             if settings.base is not None:

@@ -29,6 +29,7 @@ from mlx_manager.mlx_server.config import (
 )
 from mlx_manager.mlx_server.core import Kind, Overlay, RowStatus
 from mlx_manager.mlx_server.errors import (
+    InvalidRequest,
     MLXManagerError,
     ModelInUse,
     ModelNotFound,
@@ -43,6 +44,7 @@ from mlx_manager.mlx_server.models.policy import Policy
 from mlx_manager.mlx_server.models.residents import Resident, Residents
 from mlx_manager.mlx_server.models.settings import (
     NEVER,
+    ModelsFile,
     SettingsWritten,
     Wishes,
     read_models_file,
@@ -50,6 +52,8 @@ from mlx_manager.mlx_server.models.settings import (
     write_settings,
 )
 from mlx_manager.mlx_server.models.status import ModelStatus, Reloaded, Unloaded
+from mlx_manager.mlx_server.remotes.remote import Remote
+from mlx_manager.mlx_server.remotes.remotes import Placement, Remotes
 from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
 from mlx_manager.mlx_server.utils.pressure import Pressure, is_told
@@ -63,6 +67,8 @@ LOOK_AT_MEMORY = 10.0
 DISK_AT_ONCE = 8
 """Threads that read the disk for the catalog: one that hangs must keep neither the others from
 reading nor the program from ending."""
+SILENCE = 300.0
+"""Most seconds without a byte of an answer from another machine, unless the owner sets others."""
 MOST_OFTEN, LEAST_OFTEN = 0.05, 1.0
 """Bounds of the seconds between two checks for workers that hang."""
 log = logging.getLogger(__name__)
@@ -110,6 +116,7 @@ class ModelPoolManager:
             log_settings=log_settings,
             patience=patience,
         )
+        self._remotes = Remotes(_places(self._policy.models))
         self.grants = self._loads.grants
         self._returns = self._loads.returns
         self._reading = asyncio.Lock()
@@ -122,7 +129,7 @@ class ModelPoolManager:
 
     # -- asking for a model --------------------------------------------------------------------
 
-    async def get_model(self, model_id: str | None = None) -> Resident:
+    async def get_model(self, model_id: str | None = None) -> Resident | Remote:
         """Return the model, after loading it if needed. It may be evicted later: `lease` keeps it.
 
         Raises:
@@ -136,8 +143,10 @@ class ModelPoolManager:
     @asynccontextmanager
     async def lease(
         self, model_id: str | None = None, kind: Kind | None = None
-    ) -> AsyncIterator[Resident]:
+    ) -> AsyncIterator[Resident | Remote]:
         """Return the model as `get_model` does, and keep it in memory for the whole context.
+
+        A model on another machine is there without being loaded, even while no server answers.
 
         kind: the kind that is wanted; None: any.
 
@@ -148,6 +157,11 @@ class ModelPoolManager:
         if not self.catalog.allows(name):
             await self._on_disk(self.catalog.find, name)
         engine = self._policy.engine_of(name)
+        if (remote := self._remotes.get(engine)) is not None:
+            await remote.learn()
+            self._check_kind(name, remote.kind, kind)
+            yield remote
+            return
         resident = self._residents.lease(engine) or await self._lease_loaded(engine, kind)
         try:
             self._check_kind(name, resident.facts.kind, kind)
@@ -214,17 +228,23 @@ class ModelPoolManager:
         return loaded or model_id == self._default or self.catalog.has(model_id)
 
     def is_loaded(self, model_id: str) -> bool:
-        """Return whether the model is in memory now."""
-        return self._policy.engine_of(self.resolve(model_id)) in self._residents
+        """Return whether the model is in memory now, here or on another machine."""
+        engine = self._policy.engine_of(self.resolve(model_id))
+        return engine in self._remotes or engine in self._residents
 
     async def sees(self, model_id: str) -> bool:
         """Return whether the model reads pictures: once loaded, as it was loaded; before, as its
-        folder tells. A model that is still to be downloaded may.
+        folder tells. A model that is still to be downloaded may, and one on another machine whose
+        server does not tell.
 
         Raises:
             ModelNotFound: nothing of that name is offered.
         """
         name = self.resolve(model_id)
+        if (remote := self._remotes.get(self._policy.engine_of(name))) is not None:
+            await remote.learn()
+            told = remote.facts.input_modalities if remote.facts is not None else None
+            return told is None or "image" in told
         resident = self._residents.get(self._policy.engine_of(name))
         if resident is not None:
             return "image" in resident.facts.input_modalities
@@ -275,7 +295,8 @@ class ModelPoolManager:
 
     def rows(self) -> list[RowStatus]:
         """Return every row of every model that had not ended at the last `look`."""
-        return [row for r in self._residents.all() for row in r.worker.figures.rows]
+        rows = [row for r in self._residents.all() for row in r.worker.figures.rows]
+        return rows + self._remotes.rows()
 
     def workers(self) -> dict[str, int]:
         """Return the ids of the models' processes, by model."""
@@ -283,11 +304,16 @@ class ModelPoolManager:
 
     def figures(self) -> dict[str, Any]:
         """Return `ledger` and `mlx` in bytes, and by model `engines`, the counts `loads`, `unloads`
-        and `failures`, and the reasons of those left `down`. All are as at the last `look`."""
-        return self._loads.figures()
+        and `failures`, and the reasons of those left `down`. All are as at the last `look`.
+        `remotes` has the servers of models on other machines, by model."""
+        remotes = {remote.id: remote.servers() for remote in self._remotes.all()}
+        return {**self._loads.figures(), "remotes": remotes}
 
     def failure(self, model_id: str) -> str | None:
         """Return why a model is left down; None if it is not."""
+        engine = self._policy.engine_of(self.resolve(model_id))
+        if (remote := self._remotes.get(engine)) is not None:
+            return remote.failure
         return self._loads.strikes.reason(self._policy.engine_of(self.resolve(model_id)))
 
     def doing(self, model_id: str) -> str | None:
@@ -317,6 +343,9 @@ class ModelPoolManager:
             doing=doing,
             failure=failure,
         )
+        if (remote := self._remotes.get(engine)) is not None:
+            own = self.sampling(source.id) if remote.kind == "text" else {}
+            return _elsewhere(replace(status, sampling=own), remote)
         if resident is None:
             return status
         facts = resident.facts
@@ -378,8 +407,13 @@ class ModelPoolManager:
 
         Raises:
             ModelNotFound: nothing of that name is offered.
+            InvalidRequest: it is on another machine.
         """
         name = self._policy.engine_of((await self.status(model_id)).id)
+        if name in self._remotes:
+            raise InvalidRequest(
+                f"{name} is on another machine, where alone it can be pinned.", param="model"
+            )
         self._policy.pin(name, pinned)
         self._returns.announce()
 
@@ -484,7 +518,9 @@ class ModelPoolManager:
         return freed
 
     async def tend(self) -> None:
-        """Preload models, and unload those that have been idle for too long; until cancelled."""
+        """Preload models, unload those that have been idle for too long, and look at the servers
+        of models on other machines; until cancelled."""
+        self._remotes.watch()
         await self._tell_unknown()
         self._preload(self._preloaded())
         while True:
@@ -551,6 +587,7 @@ class ModelPoolManager:
             # The catalog must know the file's models before the policy applies its patterns.
             await self._on_disk(self.catalog.configure, new)
             self._policy.follow(new)
+            self._remotes.follow(_places(new))
             self._loads.strikes.forget()
             idle = [r.id for r in self._idle() if self._policy.is_outdated(r)]
             await self.expire()
@@ -609,6 +646,7 @@ class ModelPoolManager:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._remotes.close()
         await self._loads.close()
 
     async def _source(self, model_id: str) -> ModelSource:
@@ -632,6 +670,37 @@ class ModelPoolManager:
             path = await DaemonThreads(1).run(partial(hub.fetch, source.repository))
         self.catalog.rescan()
         return path
+
+
+def _places(models: ModelsFile) -> dict[str, Placement]:
+    """Return where the models on other machines are, by their names."""
+    return {
+        name: Placement(own.url, own.key_env, own.remote_model, own.kind, own.timeout or SILENCE)
+        for name, own in models.models.items()
+        if own.url is not None
+    }
+
+
+def _elsewhere(status: ModelStatus, remote: Remote) -> ModelStatus:
+    """Return the status of a model on other machines, as far as one of them has told it."""
+    facts, failure = remote.facts, remote.failure
+    status = replace(
+        status,
+        state="down" if failure is not None else "loadable" if facts is None else "loaded",
+        failure=failure,
+        kind=remote.kind,
+        leases=remote.leases,
+        servers=remote.servers(),
+    )
+    if facts is None:
+        return status
+    return replace(
+        status,
+        family=facts.family or status.family,
+        context_length=facts.context_length,
+        thinks=facts.thinks,
+        input_modalities=facts.input_modalities or ("text",),
+    )
 
 
 def _memory(resident: Resident) -> dict[str, int]:

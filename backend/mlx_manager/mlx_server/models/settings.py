@@ -18,6 +18,10 @@
     template_args = { enable_thinking = false }
     thinking_budget = 500
 
+    [models.big]                                # a model on another machine
+    url = "http://studio:8000/v1"
+    key_env = "STUDIO_KEY"
+
 The file is parsed once into frozen dataclasses, by `read_models_file` alone.
 """
 
@@ -34,6 +38,7 @@ from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -46,8 +51,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from mlx_manager.mlx_server.address import as_browsers_say
 from mlx_manager.mlx_server.config import expanded
-from mlx_manager.mlx_server.core import SAMPLING_DEFAULTS, Overlay
+from mlx_manager.mlx_server.core import SAMPLING_DEFAULTS, Kind, Overlay
 from mlx_manager.mlx_server.errors import InvalidSettings, ModelLoadFailed
 from mlx_manager.mlx_server.limits import (
     MinP,
@@ -124,8 +130,43 @@ def _id_or_folder(name: str, info: ValidationInfo) -> str:
 
 
 TextFile = Annotated[Path, BeforeValidator(_filled), AfterValidator(_readable)]
+
+
+def _address(url: str) -> str:
+    """Return an address below which OpenAI's routes are; one that has no path gets `/v1`."""
+    try:
+        parts = urlsplit(_plain(url))
+        as_browsers_say(parts.hostname or "")
+        sound = parts.scheme in ("http", "https") and parts.port != 0 and " " not in url
+    except ValueError:
+        sound = False
+    if not sound or parts.query or parts.fragment:
+        raise ValueError("must be an address such as http://studio:8000/v1")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("must have no user or password: name the variable of a key in key_env")
+    return url.rstrip("/") if parts.path.strip("/") else f"{url.rstrip('/')}/v1"
+
+
+def _several(urls: object) -> object:
+    return (urls,) if isinstance(urls, str) else urls
+
+
+def _some(urls: tuple[str, ...]) -> tuple[str, ...]:
+    if not urls or len(set(urls)) < len(urls):
+        raise ValueError("must be an address, or a list of different ones")
+    return urls
+
+
+def _limited(seconds: float) -> float:
+    if not 0 < seconds < NEVER:
+        raise ValueError('must be more than 0, and not "never"')
+    return seconds
+
+
 Name = Annotated[str, Field(min_length=1), AfterValidator(_plain)]
 Duration = Annotated[float, BeforeValidator(_seconds)]
+Address = Annotated[str, Field(strict=True), AfterValidator(_address)]
+Addresses = Annotated[tuple[Address, ...], BeforeValidator(_several), AfterValidator(_some)]
 Switch = Annotated[bool, Field(strict=True)]
 AS_TOML_HAS_IT = Field(strict=True)
 """Strict validation: a text or a truth value is no number."""
@@ -205,6 +246,10 @@ class ModelSettings:
     The first four settings make up its `recipe`. A name with a base and without an adapter or a
     form of weights of its own is a preset: it shares the base's engine, KV pages and prefix cache,
     and its table applies to the requests that name it.
+
+    url: addresses of servers on other machines that have the model. key_env: the environment's
+    variable with the key for them. remote_model: the model's name there. kind: its purpose, where
+    they don't tell. timeout: the most seconds without a byte of an answer.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = KNOWN_ONLY
@@ -223,6 +268,11 @@ class ModelSettings:
     thinking_budget: Annotated[int, Field(strict=True, ge=0)] | None = None
     speculation: Literal["auto", "off"] | None = None
     warm: tuple[TextFile, ...] = ()
+    url: Addresses | None = None
+    key_env: Annotated[Name, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    remote_model: Name | None = None
+    kind: Kind | None = None
+    timeout: Annotated[Duration, AfterValidator(_limited)] | None = None
 
     @property
     def is_preset(self) -> bool:
@@ -305,6 +355,7 @@ def read_models_file(path: Path | None) -> ModelsFile:
     except ValueError as error:
         raise InvalidSettings(f"{path} is not TOML: {error}.") from error
     _check_aliases(path, found)
+    _check_places(path, found)
     return found
 
 
@@ -317,6 +368,44 @@ def _check_aliases(path: Path, found: ModelsFile) -> None:
             raise InvalidSettings(
                 f"{path}: {_key(('models', model, 'aliases'))}: {alias!r} {taken}."
             )
+
+
+HERE_ONLY: tuple[str, ...] = (
+    "base",
+    "adapter",
+    "context_length",
+    "weights",
+    "pinned",
+    "preload",
+    "ttl",
+    "warm",
+)
+"""Settings of models that are loaded here."""
+ELSEWHERE_ONLY: tuple[str, ...] = ("key_env", "remote_model", "kind", "timeout")
+"""Settings of models on other machines."""
+
+
+def _check_places(path: Path, found: ModelsFile) -> None:
+    """
+    Raises:
+        InvalidSettings: a setting does not go with the place where its model is.
+    """
+    for name, own in found.models.items():
+        base = found.of(own.base) if own.base is not None else PLAIN
+        if own.url is not None:
+            wrong, why = (
+                HERE_ONLY,
+                "is for models that are loaded here, and `url` is on another machine",
+            )
+        elif base.url is not None:
+            wrong = (*ELSEWHERE_ONLY, *HERE_ONLY[1:])
+            why = f"can't be applied to {own.base!r}, which is on another machine"
+        else:
+            wrong, why = ELSEWHERE_ONLY, "goes with `url`, which is not set"
+        for setting in wrong:
+            if getattr(own, setting) != getattr(PLAIN, setting):
+                key = _key(("models", name, setting))
+                raise InvalidSettings(f"{path}: {key} {why}.")
 
 
 def _sentence(problem: ErrorDetails) -> str:

@@ -10,6 +10,7 @@ from typing import Literal
 from mlx_manager.mlx_server.core import Kind
 from mlx_manager.mlx_server.models.facts import WeightsForm
 from mlx_manager.mlx_server.models.settings import AS_IT_IS, NEVER, Recipe
+from mlx_manager.mlx_server.remotes.remote import ServerStatus
 
 State = Literal["loaded", "loading", "loadable", "down"]
 
@@ -24,7 +25,8 @@ class ModelStatus:
     values of a loaded model for requests that give none, beyond the protocols' defaults. thinks:
     True if its answers may begin with thinking; None while it is not loaded. input_modalities:
     "text", and "image" if it sees; while it is not loaded, as its folder tells. doing: the current
-    stage of its load. failure: the reason why it is down.
+    stage of its load. failure: the reason why it is down. servers: those on other machines that
+    have it; none if it is loaded here.
     """
 
     id: str
@@ -50,6 +52,7 @@ class ModelStatus:
     input_modalities: tuple[str, ...] = ("text",)
     doing: str | None = None
     failure: str | None = None
+    servers: tuple[ServerStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -318,6 +318,7 @@ class EngineCollector(Collector):
             return
         yield from _memory(figures["ledger"], figures["mlx"])
         yield from _models(figures)
+        yield from _remotes(figures["remotes"])
         engines: Mapping[str, Any] = figures["engines"]
         for model in engines:
             self._begin(model)
@@ -326,6 +327,23 @@ class EngineCollector(Collector):
         yield from _engines(writers)
         readers = {model: engine for model, engine in engines.items() if "padding" in engine}
         yield from _counters(ENCODER_COUNTERS, readers)
+
+
+def _remotes(remotes: Mapping[str, Any]) -> Iterator[Metric]:
+    up = GaugeMetricFamily(
+        f"{PREFIX}remote_up",
+        "1 for a server on another machine that answers for a model, 0 for one that fails",
+        None,
+        [MODEL, "server"],
+    )
+    requests = GaugeMetricFamily(
+        f"{PREFIX}remote_requests", "Requests under way there", None, [MODEL, "server"]
+    )
+    for model, servers in remotes.items():
+        for server in servers:
+            up.add_metric([model, server.url], server.health == "up")
+            requests.add_metric([model, server.url], server.requests)
+    yield from (up, requests)
 
 
 def _queues(engines: Mapping[str, Any]) -> Iterator[Metric]:

@@ -432,9 +432,9 @@ class ChatStream:
             case ToolCallDelta(index, arguments):
                 call = {"index": index, "function": {"arguments": arguments}}
                 return self._choice(row, {"tool_calls": [call]})
-            case Finished(reason, ids=ids):
+            case Finished(reason, stop_sequence=stop, ids=ids):
                 self._finished[row] = event
-                return self._choice(row, {}, reason, ids=ids)
+                return self._choice(row, {}, reason, stop=stop, ids=ids)
 
     def _begin(self, row: int, prompt_ids: tuple[int, ...]) -> str:
         """The first chunks of this choice and of those before it, unless they have been sent."""
@@ -453,9 +453,12 @@ class ChatStream:
         *,
         logprobs: dict[str, Any] | None = None,
         prompt_ids: tuple[int, ...] = (),
+        stop: str | None = None,
         ids: tuple[int, ...] = (),
     ) -> str:
         choice = {"index": row, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        if stop is not None:
+            choice["stop_reason"] = stop
         if ids:
             choice["token_ids"] = ids
         beside = f',"prompt_token_ids":{sse.dump(prompt_ids)}' if prompt_ids else ""
@@ -554,6 +557,7 @@ class ChatAnswer:
             message=given.message(self.head.reasoning_field),
             logprobs=None,
             finish_reason=end.reason,
+            **({} if end.stop_sequence is None else {"stop_reason": end.stop_sequence}),
             **({"token_ids": list(end.ids)} if self.head.return_ids else {}),
         )
         if self.head.logprobs is None:

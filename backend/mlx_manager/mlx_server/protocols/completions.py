@@ -228,6 +228,8 @@ class CompletionStream:
         end: Finished | None = None,
     ) -> str:
         choice = {"index": row, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        if end is not None and end.stop_sequence is not None:
+            choice["stop_reason"] = end.stop_sequence
         if end is not None and self.head.return_ids:
             choice |= {"prompt_token_ids": self._prompts[row], "token_ids": end.ids}
         close = self._close
@@ -308,6 +310,8 @@ class CompletionAnswer:
             logprobs=None,
             finish_reason=_REASONS[end.reason],
         )
+        if end.stop_sequence is not None:
+            choice.stop_reason = end.stop_sequence
         if self.head.return_ids:
             choice.prompt_token_ids = list(self._prompts[row])
             choice.token_ids = list(end.ids)

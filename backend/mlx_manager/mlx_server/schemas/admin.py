@@ -6,7 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from mlx_manager.mlx_server.schemas.openai import Messages, ModelWeights, TemplateParameters
+from mlx_manager.mlx_server.schemas.openai import (
+    Messages,
+    ModelServer,
+    ModelWeights,
+    TemplateParameters,
+)
 from mlx_manager.mlx_server.schemas.sampling import CACHE_SALT, CacheSalt
 from mlx_manager.mlx_server.schemas.wire import NonEmpty, Wire
 
@@ -53,7 +58,8 @@ class AdminModel(Wire):
     ttl_seconds: time without use after which it is unloaded, null for never; idle_seconds: how much
     of it has passed. outdated: its settings changed, and it will be loaded anew once it is idle.
     memory: what it holds, by purpose. acceptance: the part of the tokens that were tried ahead that
-    was drawn, null if none was tried.
+    was drawn, null if none was tried. servers: the other machines that have it; none if it is
+    loaded here.
     """
 
     id: str
@@ -76,6 +82,7 @@ class AdminModel(Wire):
     weights: ModelWeights | None
     memory: dict[str, int]
     acceptance: float | None
+    servers: list[ModelServer]
 
 
 class AdminMemory(Wire):

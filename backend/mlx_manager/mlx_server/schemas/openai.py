@@ -489,10 +489,13 @@ class Usage(Wire):
 
 
 class ChatCompletionChoice(Wire):
+    """An answer. stop_reason: the stop string that ended it, by vLLM's name; absent otherwise."""
+
     index: int
     message: ChatMessage
     logprobs: dict[str, Any] | None = None
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    stop_reason: str | None = None
     token_ids: list[int] | None = None
 
 
@@ -513,6 +516,7 @@ class CompletionChoice(Wire):
     text: str
     logprobs: dict[str, Any] | None = None
     finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
 
@@ -553,6 +557,7 @@ class ChatChunkChoice(Wire):
     delta: ChatDelta
     logprobs: dict[str, Any] | None = None
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    stop_reason: str | None = None
     token_ids: list[int] | None = None
 
 
@@ -631,6 +636,20 @@ class TopProvider(Wire):
     max_completion_tokens: int | None
 
 
+class ModelServer(Wire):
+    """A server on another machine that has a model, and the number of requests under way there.
+
+    model: the model's name there, "" before the server was reached. failure: why it is left alone,
+    "" if it is not.
+    """
+
+    url: str
+    health: Literal["unknown", "up", "down"]
+    model: str
+    requests: int
+    failure: str
+
+
 class ModelCard(Wire):
     """A model on offer. What is beyond OpenAI's four fields says how it is served.
 
@@ -640,7 +659,9 @@ class ModelCard(Wire):
 
     max_model_len: `context_length`, by vLLM's name.
     kind: what it is for; absent while nothing of it is here. origin: where it was found.
-    root: the model or the folder whose files it has; its own id, but for what the owner made.
+    root: the model or the folder whose files it has; its own id, but for what the owner made, and
+    for models on other machines, where it is the name there.
+    servers: the other machines that have it; absent for models that are loaded here.
     bytes: of its weights, measured once it is loaded.
     weights, engine: of a loaded model only; `engine` counts its rows and KV pages.
     sampling: what it is drawn by where a request is silent, if not by OpenAI's defaults.
@@ -674,6 +695,7 @@ class ModelCard(Wire):
     weights: ModelWeights | None = None
     sampling: dict[str, int | float] | None = None
     engine: dict[str, Any] | None = None
+    servers: list[ModelServer] | None = None
 
 
 class ModelList(Wire):

@@ -439,7 +439,11 @@ class Inference:
             await call.linger()
 
     def _charge_answers(self, timeline: Timeline) -> None:
-        self.account.charge(timeline.usage.completion_tokens)
+        """Charge the answers, and prompts whose tokens were not known when the answers began."""
+        begun = [timeline.rows[row] for row in timeline.prompts]
+        charged = sum(line.started.prompt_tokens for line in begun if line.started is not None)
+        usage = timeline.usage
+        self.account.charge(usage.completion_tokens + max(0, usage.prompt_tokens - charged))
 
     async def ask(
         self,

@@ -237,3 +237,73 @@ def test_what_the_makers_draw_by_is_read_as_far_as_it_can_be(
 
 def test_makers_may_say_nothing(tmp_path: Path):
     assert makers_sampling(tmp_path) == {}
+
+
+def test_a_model_may_be_on_other_machines(tmp_path: Path):
+    models = read(
+        tmp_path,
+        """
+        [models.big]
+        url = "http://studio:8000/v1/"
+        key_env = "STUDIO_KEY"
+        remote_model = "org/name"
+        kind = "embedding"
+        timeout = "2m"
+        [models.twins]
+        url = ["http://a", "https://[::1]:9/deep/v1"]
+        """,
+    )
+    big, twins = models.of("big"), models.of("twins")
+    assert big.url == ("http://studio:8000/v1",)
+    assert (big.key_env, big.remote_model, big.kind) == ("STUDIO_KEY", "org/name", "embedding")
+    assert big.timeout == 120
+    assert twins.url == ("http://a/v1", "https://[::1]:9/deep/v1")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        '""',
+        "[]",
+        "3",
+        '"studio:8000"',
+        '"ftp://studio/v1"',
+        '"file:///etc/passwd"',
+        '"http://"',
+        '"http://studio:99999"',
+        '"http://user:word@studio/v1"',
+        '"http://studio/v1?key=1"',
+        '"http://studio/v1#a"',
+        '"http://stu dio/v1"',
+        '"http://studio/v1\\n"',
+        '["http://a", "http://a/v1/"]',
+    ],
+)
+def test_what_is_no_address_of_a_machine_is_refused(tmp_path: Path, url: str):
+    with pytest.raises(InvalidSettings, match=r"models\.big\.url"):
+        read(tmp_path, f"[models.big]\nurl = {url}\n")
+
+
+@pytest.mark.parametrize(
+    ("setting", "given"),
+    [
+        *(("models.big.ttl", '"5m"'), ("models.big.pinned", "true"), ("models.big.base", '"x"')),
+        *(("models.big.context_length", "9"), ("models.big.weights", '"keep"')),
+        *(("models.big.preload", "true"), ("models.big.adapter", '"a"')),
+        *(("models.big.key_env", '"A-B"'), ("models.big.timeout", '"never"')),
+        *(("models.big.timeout", "0"), ("models.big.kind", '"speech"')),
+        *(("models.small.key_env", '"A"'), ("models.small.timeout", "9")),
+        *(("models.small.remote_model", '"a"'), ("models.small.kind", '"text"')),
+        *(("models.brief.context_length", "9"), ("models.brief.adapter", '"a"')),
+        *(("models.brief.remote_model", '"a"'), ("models.brief.weights", '"keep"')),
+    ],
+)
+def test_a_setting_that_does_not_go_with_a_models_place_is_refused(
+    tmp_path: Path, setting: str, given: str
+):
+    tables = {"big": 'url = "http://a"', "brief": 'base = "big"', "small": 'aliases = ["tiny"]'}
+    _, name, key = setting.split(".")
+    tables[name] += f"\n{key} = {given}"
+    text = "\n".join(f"[models.{model}]\n{lines}" for model, lines in tables.items())
+    with pytest.raises(InvalidSettings, match=setting.replace(".", r"\.")):
+        read(tmp_path, text)

@@ -345,6 +345,7 @@ IDLE = {
     "unloads": {},
     "failures": {},
     "down": {},
+    "remotes": {},
 }
 
 

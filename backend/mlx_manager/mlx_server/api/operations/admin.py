@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from mlx_manager.mlx_server.api.connection import UntilHangup, notes, read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.state import Server, server_of
-from mlx_manager.mlx_server.api.v1.models import weights_of
+from mlx_manager.mlx_server.api.v1.models import servers_of, weights_of
 from mlx_manager.mlx_server.errors import InvalidRequest, RequestCancelled
 from mlx_manager.mlx_server.protocols.answer import new_id
 from mlx_manager.mlx_server.protocols.tokens import read_ahead
@@ -176,6 +176,7 @@ def admin_model(status: ModelStatus, figures: Mapping[str, Any]) -> AdminModel:
         weights=weights_of(status),
         memory=dict(status.memory),
         acceptance=engine["accepted_tokens"] / tried if tried else None,
+        servers=servers_of(status),
     )
 
 

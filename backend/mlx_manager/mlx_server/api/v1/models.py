@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -13,6 +14,7 @@ from mlx_manager.mlx_server.schemas.openai import (
     Architecture,
     ModelCard,
     ModelList,
+    ModelServer,
     ModelWeights,
     TopProvider,
 )
@@ -78,7 +80,7 @@ def card(status: ModelStatus, engines: Mapping[str, dict[str, Any]], created: in
         doing=status.doing,
         failure=status.failure,
         origin=status.origin,
-        root=status.recipe.base or status.id,
+        root=_root(status),
         family=status.family,
         context_length=status.context_length,
         max_model_len=status.context_length,
@@ -86,8 +88,15 @@ def card(status: ModelStatus, engines: Mapping[str, dict[str, Any]], created: in
         bytes=status.nbytes,
         weights=weights_of(status),
         sampling=dict(status.sampling) or None,
+        servers=servers_of(status) or None,
         engine=None if figures is None else engine_card(figures),
     )
+
+
+def _root(status: ModelStatus) -> str:
+    """Return the model whose files answer, by the name that it has where it is."""
+    elsewhere = next((server.model for server in status.servers if server.model), None)
+    return status.recipe.base or elsewhere or status.id
 
 
 def abilities(status: ModelStatus) -> dict[str, Any]:
@@ -130,3 +139,8 @@ def weights_of(status: ModelStatus) -> ModelWeights | None:
     if form is None:
         return None
     return ModelWeights(name=form.name, dtype=form.dtype, reason=form.reason)
+
+
+def servers_of(status: ModelStatus) -> list[ModelServer]:
+    """The other machines that have it; none if it is loaded here."""
+    return [ModelServer(**asdict(server)) for server in status.servers]

@@ -1,0 +1,1 @@
+"""Models that servers on other machines answer for."""
