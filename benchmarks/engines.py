@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +38,9 @@ from mlx_manager.mlx_server.engine.stream import events_of
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.execution.decoder.packed import multiplies_packed
 from mlx_manager.mlx_server.models.catalog import ModelSource
+from mlx_manager.mlx_server.models.loading.draft import load_draft, prepared_draft
 from mlx_manager.mlx_server.models.loading.load import Foresight, LoadedModel, load
+from mlx_manager.mlx_server.models.settings import AS_IT_IS
 from mlx_manager.mlx_server.utils.memory import Ledger, default_limit, set_memory_limit
 from workload import Row
 
@@ -99,29 +102,44 @@ def tell(doing: str) -> None:
 
 
 class OurEngine:
-    """The text backend on its MLX thread, driven from an event loop of its own."""
+    """The text backend on its MLX thread, driven from an event loop of its own.
+
+    draft: the folder of a draft model.
+    """
 
     def __init__(
-        self, model: Path, limits: PoolLimits | None = None, engine: EngineLimits | None = None
+        self,
+        model: Path,
+        limits: PoolLimits | None = None,
+        engine: EngineLimits | None = None,
+        draft: Path | None = None,
     ) -> None:
         self._engine = engine or EngineLimits()
         self._runner = asyncio.Runner()
         self._limits = limits or PoolLimits()
         self.thread = MLXThread()
         self.thread.start()
-        self.loaded, self.backend = self.run(self.thread.call(lambda: self._load(model)))
+        self.loaded, self.backend = self.run(self.thread.call(lambda: self._load(model, draft)))
         # As the server does it: a full collection would stop everybody for 0.1 s.
         gc.collect()
         gc.freeze()
 
-    def _load(self, model: Path) -> tuple[LoadedModel, TextBackend]:
+    def _load(self, model: Path, draft: Path | None) -> tuple[LoadedModel, TextBackend]:
         self.ledger = Ledger(self._limits.memory_limit or default_limit())
         set_memory_limit(self.ledger.limit)
         source = ModelSource(str(model), model, "configured")
         # As the server has it; one model alone has room for its steps.
         foresight = Foresight(multiplies_packed=multiplies_packed)
         loaded = load(source, self._limits, self.ledger, foresight=foresight, doing=tell)
-        return loaded, prepare(loaded, self.thread, self._engine, self.ledger, doing=tell)
+        drafting = None
+        if draft is not None:
+            named = ModelSource(str(draft), draft, "configured")
+            ready = prepared_draft(loaded.id, loaded.tokenizer, named, AS_IT_IS, self._limits)
+            drafting = partial(load_draft, ready, self._limits, self.ledger, foresight)
+        backend = prepare(
+            loaded, self.thread, self._engine, self.ledger, draft=drafting, doing=tell
+        )
+        return loaded, backend
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)

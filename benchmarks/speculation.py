@@ -2,19 +2,32 @@
 
 In process, the same requests with speculation `auto` and `off`, in turns. The files to be edited
 differ from row to row. Both sides must give the same text. `--prediction` sends the file as the
-prediction, too.
+prediction, too. `--draft-model` has a draft model guess where nothing is found.
+
+`--own-draft`: instead, the model is its own draft model, so that all it guesses is accepted: by
+construction, and of no use to anybody. What is measured is a step's time ÷ the sum of its parts:
+the guesses, each as long as a step without drafts, and the step that tries them, as long as one
+that tries as many tokens of a prediction.
+
+`--deeper N`: a model of N times the layers, those that are added adding nothing, so that the model
+is a draft model whose guesses are right and take an Nth of the time: by construction, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shutil
 import statistics
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import mlx.core as mx
 
 from checks import check_engine
 from engines import OurEngine, tell
@@ -209,6 +222,107 @@ def compared(
     return line
 
 
+@dataclass(frozen=True)
+class Timed:
+    """A run: seconds from the first piece to the last of the process's own time and by the clock,
+    and the steps without drafts, the steps with drafts, and the tokens of a row's drafts."""
+
+    wall: float
+    own: float
+    plain: float
+    tried: float
+    tokens: float
+
+
+def timed(engine: OurEngine, requests: Sequence[GenerationRequest]) -> tuple[Timed, list[str]]:
+    before, rows = engine.backend.stats(), len(requests)
+    own = time.process_time()
+    answers = engine.run(all_of(engine, requests))
+    own = time.process_time() - own
+    wall = max(times[-1] for *_, times in answers) - min(times[0] for *_, times in answers)
+    after = engine.backend.stats()
+    tried = (after.drafts - before.drafts) / rows
+    tokens = (after.draft_tokens - before.draft_tokens) / rows
+    # The first step is that of the prompts.
+    plain = after.steps - before.steps - tried - 1
+    return Timed(wall, own, plain, tried, tokens), [text for text, _, _ in answers]
+
+
+def own_draft(engine: OurEngine, rows: int, rounds: int, tokens: int) -> list[str]:
+    """One line: a token's time without drafts, its time with them, and this ÷ that of the parts."""
+    shares: dict[str, list[float]] = {"wall": [], "own": []}
+    each: dict[str, list[float]] = {"off": [], "drafted": []}
+    accepted = tried = 0
+    for number in range(-1, rounds):
+        asked = stories(rows, (number + 1) * rows, tokens)
+        off = [replace(request, speculation="off") for request in asked]
+        engine.run(all_of(engine, [replace(request, max_tokens=1) for request in off]))
+        plain, texts = timed(engine, off)
+        predicted = [
+            replace(request, prediction=text) for request, text in zip(asked, texts, strict=True)
+        ]
+        verified, _ = timed(engine, predicted)
+        before = engine.backend.stats()
+        drafted, same = timed(engine, asked)
+        after = engine.backend.stats()
+        if same != texts:
+            print(f"{sum(a != b for a, b in zip(same, texts, strict=True))} texts differ")
+        if number < 0:
+            continue
+        accepted += after.accepted_tokens - before.accepted_tokens
+        tried += after.draft_tokens - before.draft_tokens
+        for kind, values in shares.items():
+            step = getattr(plain, kind) / plain.plain
+            trial = (getattr(verified, kind) - verified.plain * step) / verified.tried
+            parts = (drafted.plain + drafted.tokens) * step + drafted.tried * trial
+            values.append(getattr(drafted, kind) / parts)
+        each["off"].append(1000 * plain.wall / tokens)
+        each["drafted"].append(1000 * drafted.wall / tokens)
+    line = [
+        f"{rows} rows",
+        *(f"{statistics.median(values):.1f}" for values in each.values()),
+        *(
+            f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+            for values in shares.values()
+        ),
+        f"{accepted / tried:.1%} of {tried:,}" if tried else "",
+    ]
+    tell(" | ".join(line))
+    return line
+
+
+def report_own_draft(model: Path, name: str, chosen: Namespace) -> None:
+    limits = EngineLimits(speculation="on", longest_draft=chosen.draft)
+    engine = OurEngine(model, engine=limits, draft=model)
+    lines = [own_draft(engine, rows, chosen.rounds, chosen.tokens) for rows in chosen.rows]
+    engine.close()
+    print_report(
+        f"The model as its own draft model, {chosen.draft} tokens: {name}",
+        ["", "off, ms/token", "drafted", "time ÷ parts", "of own time", "accepted"],
+        lines,
+    )
+
+
+def deeper(model: Path, times: int, folder: Path) -> Path:
+    """Write a model with `times` as many layers as the Llama in `model`, that writes the same."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    layers: int = config["num_hidden_layers"]
+    config["num_hidden_layers"] = times * layers
+    (folder / "config.json").write_text(json.dumps(config))
+    weights: dict[str, mx.array] = mx.load(str(folder / "model.safetensors"))  # type: ignore[assignment]
+    added = dict(weights)
+    for name, array in weights.items():
+        if found := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name):
+            # What a layer adds goes through these.
+            ends = found[2] in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+            for more in range(1, times):
+                deep = f"model.layers.{int(found[1]) + more * layers}.{found[2]}"
+                added[deep] = mx.zeros_like(array) if ends else array
+    mx.save_safetensors(str(folder / "model.safetensors"), added, {"format": "mlx"})
+    return folder
+
+
 def main() -> None:
     arguments = parser(__doc__, rounds=5, model="demo-f32")
     arguments.add_argument("--rows", type=int, nargs="*", default=[1, 4, 64], help="rows at once")
@@ -216,11 +330,22 @@ def main() -> None:
     arguments.add_argument("--prediction", action="store_true", help="send the file as prediction")
     arguments.add_argument("--draft", type=int, default=EngineLimits().longest_draft)
     arguments.add_argument("--always", action="store_true", help="try drafts whatever they bring")
+    arguments.add_argument("--draft-model", type=Path, help="the folder of a draft model")
+    arguments.add_argument("--deeper", type=int, help="the model drafts for one of so many times")
+    arguments.add_argument("--own-draft", action="store_true", help="the model drafts for itself")
     chosen = arguments.parse_args()
     check_engine()
+    if chosen.own_draft:
+        with tempfile.TemporaryDirectory() as scratch:
+            report_own_draft(find_model(chosen.model, Path(scratch)), chosen.model, chosen)
+        return
     limits = EngineLimits(speculation="on" if chosen.always else "auto", longest_draft=chosen.draft)
     with tempfile.TemporaryDirectory() as scratch:
-        engine = OurEngine(find_model(chosen.model, Path(scratch)), engine=limits)
+        model = find_model(chosen.model, Path(scratch))
+        draft = chosen.draft_model
+        if chosen.deeper:
+            model, draft = deeper(model, chosen.deeper, Path(scratch) / "deeper"), model
+        engine = OurEngine(model, engine=limits, draft=draft)
         lines = []
         for rows in chosen.rows:
             asked = {

@@ -66,7 +66,8 @@ class PoolLimits:
     max_models: models that are loaded at once. memory_limit: bytes of all models together; None: by
     the device. ttl: seconds without use after which a model is unloaded, unless its own settings
     say otherwise. wire_weights: macOS keeps as many bytes in memory as the weights have.
-    load_timeout: seconds that a load may go without progress; None: no limit.
+    load_timeout: seconds that a load may go without progress; None: no limit. draft_model: the id
+    or folder of a draft model for those that have the same tokenizer.
     """
 
     max_models: int = Settings.max_models
@@ -76,6 +77,7 @@ class PoolLimits:
     trust_remote_code: bool = False
     wire_weights: bool = False
     load_timeout: float | None = None
+    draft_model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +387,7 @@ class MLXServerSettings(_Fields):
             self.trust_remote_code,
             self.wire_weights,
             self.load_timeout_seconds or None,
+            self.draft_model,
         )
 
     @cached_property

@@ -170,6 +170,13 @@ class Memory:
         "faster, wherever there are such tokens, or never",
     )
     draft_tokens: int = setting(8, "Most tokens that are tried in one step", ge=1, le=64)
+    draft_model: str | None = setting(
+        None,
+        "A smaller model that guesses tokens to be tried, for every model that has the same "
+        "tokenizer; in the models' file a model may have another",
+        "MODEL",
+        min_length=1,
+    )
 
 
 @dataclass

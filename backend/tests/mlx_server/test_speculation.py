@@ -97,9 +97,9 @@ def details(answer: dict[str, Any]) -> tuple[int, int]:
     return found["accepted_prediction_tokens"], found["rejected_prediction_tokens"]
 
 
-def counter(client: httpx.Client, name: str) -> float:
+def counter(client: httpx.Client, name: str, model: str = DEMO) -> float:
     lines = client.get("/metrics").text
-    found = re.search(rf'^mlx_manager_{name}_total{{model_name="{DEMO}"}} (.*)$', lines, re.M)
+    found = re.search(rf'^mlx_manager_{name}_total{{model_name="{model}"}} (.*)$', lines, re.M)
     assert found is not None
     return float(found[1])
 

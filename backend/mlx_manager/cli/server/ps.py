@@ -90,12 +90,14 @@ def print_state(url: str, state: dict[str, Any], why: bool, as_json: bool) -> No
 
 
 def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]) -> None:
-    """Print the loaded models. accepted: of the tokens that were tried ahead, those drawn."""
+    """Print the loaded models. accepted: of the tokens that were tried ahead, those drawn. There is
+    a column of draft models if there are any."""
     if not models:
         typer.echo("No model is loaded.")
         return
     numbers = ("memory", "running", "waiting", "accepted")
-    shown = table("model", "state", *numbers, "weights", "stays", right=numbers)
+    drafting = ("draft model",) if any(model["draft_model"] for model in models) else ()
+    shown = table("model", "state", *numbers, *drafting, "weights", "stays", right=numbers)
     for model in models:
         states = [r["state"] for r in requests if r["model"] in (model["id"], *model["aliases"])]
         shown.add_row(
@@ -105,6 +107,7 @@ def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, 
             str(states.count("running")),
             str(states.count("waiting")),
             "" if model["acceptance"] is None else f"{model['acceptance']:.0%}",
+            *(model["draft_model"] or "" for _ in drafting),
             model["weights"]["name"] if model["weights"] else "",
             stay(model),
         )

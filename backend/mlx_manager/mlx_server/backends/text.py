@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -46,7 +47,9 @@ from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.speculation.draft_model import DraftForward
 from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
+from mlx_manager.mlx_server.engine.speculation.speculation import objection
 from mlx_manager.mlx_server.engine.statistics import EngineStats
 from mlx_manager.mlx_server.engine.stream import LoopRow, Sink
 from mlx_manager.mlx_server.engine.text_engine import TextEngine
@@ -55,11 +58,13 @@ from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
     InvalidParameter,
     InvalidRequest,
+    ModelNotSupported,
 )
 from mlx_manager.mlx_server.execution.forward import Forward
 from mlx_manager.mlx_server.execution.select import ChooseForward, choose
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
+from mlx_manager.mlx_server.models.loading.draft import LoadedDraft
 from mlx_manager.mlx_server.models.loading.load import LoadedModel
 from mlx_manager.mlx_server.text.detokenizer import TokenTexts
 from mlx_manager.mlx_server.text.grammar.guide import Guide
@@ -68,6 +73,8 @@ from mlx_manager.mlx_server.text.output_parser import OutputParser
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads, Waiting
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.progress import Doing, unheard
+
+log = logging.getLogger(__name__)
 
 PROMPTS_AT_ONCE = 4
 """Prompts that are rendered and tokenised at once, which can't be ended. Keys take turns."""
@@ -133,21 +140,62 @@ def prepare(
     choice: ChooseForward = choose,
     *,
     sandbox: Sandbox | None = None,
+    draft: Callable[[], LoadedDraft] | None = None,
     doing: Doing = unheard,
 ) -> TextBackend:
     """Make a backend, on the MLX thread.
 
-    sandbox: where grammars are tried first; one of its own unless models share it. doing: told what
-    is begun.
+    sandbox: where grammars are tried first; one of its own unless models share it. draft: loads the
+    draft model, if there is one; called only where drafts may be tried. doing: told what is begun.
+
+    Raises:
+        ModelNotSupported: what the draft model's layers keep is not all on pages.
     """
     forward = choice(loaded.model, limits.page_size, doing=doing, vision=loaded.vision)
+    drafting = None
+    if draft is not None:
+        if why := objection(limits, forward, looks_ahead=forward.looks_ahead):
+            log.warning("the draft model of %s is not loaded: %s", loaded.id, why)
+        else:
+            drafting = drafted(loaded, draft(), limits, choice, doing)
     doing("its pages are made")
-    backend = TextBackend(loaded, thread, limits, ledger, forward, sandbox=sandbox)
+    backend = TextBackend(loaded, thread, limits, ledger, forward, sandbox=sandbox, draft=drafting)
     with ExitStack() as undo:
         undo.callback(backend.close)
         backend.make_pages()
         undo.pop_all()
     return backend
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenDraft:
+    """A draft model that is in memory, and how it is run."""
+
+    model: LoadedDraft
+    run: DraftForward
+
+
+def drafted(
+    loaded: LoadedModel,
+    draft: LoadedDraft,
+    limits: EngineLimits,
+    choice: ChooseForward,
+    doing: Doing,
+) -> ChosenDraft:
+    """Choose how a draft model is run.
+
+    Raises:
+        ModelNotSupported: what its layers keep is not all on pages.
+    """
+    forward = choice(draft.model, limits.page_size, doing=doing)
+    if forward.prefixes != "pages" or forward.looks_ahead:
+        raise ModelNotSupported(
+            f"{draft.id} can't draft for {loaded.id}: what its layers keep of a text is not all on "
+            "KV pages, and can't go back."
+        )
+    part = draft.nbytes / max(loaded.nbytes, 1)
+    run = DraftForward(forward, loaded.vocabulary, draft.embedded, draft.context_length, part)
+    return ChosenDraft(draft, run)
 
 
 class TextBackend:
@@ -157,6 +205,9 @@ class TextBackend:
     this process.
 
     forward: how the model is run.
+
+    Attributes:
+        draft_model: the id of its draft model; None: there is none.
     """
 
     def __init__(
@@ -168,7 +219,9 @@ class TextBackend:
         forward: Forward,
         *,
         sandbox: Sandbox | None = None,
+        draft: ChosenDraft | None = None,
     ) -> None:
+        self.draft_model = None if draft is None else draft.model.id
         self._loaded = loaded
         self._thread = thread
         self._texts = TokenTexts(loaded.tokenizer)
@@ -182,14 +235,18 @@ class TextBackend:
         # Their own: what a request asks for here may take seconds, and others need threads, too.
         self._prompts = DaemonThreads(PROMPTS_AT_ONCE)
         self._compiling = DaemonThreads(GRAMMARS_AT_ONCE)
+        size = StepSize.of(limits, loaded.model, forward, ledger)
+        if draft is not None:
+            size = size.with_draft(limits, draft.model.model, draft.run.forward)
         self._engine = TextEngine(
             loaded.id,
             forward,
             limits,
             ledger,
             looks_ahead=forward.looks_ahead,
-            size=StepSize.of(limits, loaded.model, forward, ledger),
+            size=size,
             tower=None if loaded.vision is None else loaded.vision.tower,
+            draft=None if draft is None else draft.run,
             wake=partial(thread.post, _nothing),
         )
         thread.attach(self._engine)

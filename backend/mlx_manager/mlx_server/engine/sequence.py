@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from itertools import count
 
@@ -63,6 +64,8 @@ class Sequence:
         cached: prompt tokens that were found in pages when the row was first admitted.
         kept: prompt tokens beyond these that are kept for others once the prompt is processed.
         adopted: the same when it was last admitted.
+        drafted: how many tokens' keys and values of a draft model are in pages. guessed: the tokens
+            after these that it has there besides, drawn or not.
         branches: tokens after which other prompts that begin alike go another way.
         outcome: why the row stops, once that is known.
         failure: why the row can't go on, if it can't.
@@ -123,6 +126,7 @@ class Sequence:
         self.failure: MLXManagerError | None = None
         self.table = PageTable()
         self.computed = self.pending = self.kept = self.adopted = 0
+        self.drafted, self.guessed = 0, list[int]()
         self.cached: int | None = None
         self.turn = turn
         self.branches: set[int] = set()
@@ -226,19 +230,32 @@ class Sequence:
     def samplers_along(self, drafts: Iterable[int]) -> list[SamplerState]:
         """Return the sampler's state now and after each of `drafts`, as far as it can be foreseen:
         no further than the guide allows the drafts."""
-        states = [self.sampler]
-        masks = None if self.guide is None else iter(self.guide.foresee(drafts))
-        for drawn, token in enumerate(drafts, self.known() + 1):
+        ahead = self.samplers_ahead()
+        states = [next(ahead)]
+        for token in drafts:
+            try:
+                states.append(ahead.send(token))
+            except StopIteration:
+                break
+        return states
+
+    def samplers_ahead(self) -> Generator[SamplerState, int, None]:
+        """Yield the sampler's state now and, for each drafted token that is sent, the one after it,
+        as far as it can be foreseen."""
+        drafts: deque[int] = deque()
+        masks = None if self.guide is None else self.guide.foresee(iter(drafts.popleft, None))
+        state = self.sampler
+        for drawn in count(self.known() + 1):
+            token = yield state
             mask = None
             if masks is not None:
+                drafts.append(token)
                 found = next(masks, None)
                 if found is None:
-                    break
+                    return
                 (mask,) = found
-            state = states[-1].after(token)
+            state = state.after(token)
             state.mask, state.banned = mask, self._early_bans(drawn, mask)
-            states.append(state)
-        return states
 
     def adopt(self, pages: Iterable[int], tokens: int, node: Node) -> None:
         """Begin with `pages`, found in the prefix index, that hold `tokens` tokens."""
@@ -267,7 +284,8 @@ class Sequence:
 
     def vacate(self) -> list[int]:
         """Give up and return all pages; tokens are kept, so their pages can be recomputed."""
-        self.computed = 0
+        self.computed = self.drafted = 0
+        self.guessed = []
         self._committed = 0
         self._node = ROOT
         return self.table.clear()

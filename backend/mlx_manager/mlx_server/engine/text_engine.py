@@ -28,7 +28,8 @@ from mlx_manager.mlx_server.engine.scheduler.scheduler import Scheduler, Schedul
 from mlx_manager.mlx_server.engine.scheduler.snapshots import SnapshotPrefixes
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize, chunk_of
 from mlx_manager.mlx_server.engine.sequence import Sequence
-from mlx_manager.mlx_server.engine.speculation.speculation import Speculation
+from mlx_manager.mlx_server.engine.speculation.draft_model import DraftForward, DraftModel
+from mlx_manager.mlx_server.engine.speculation.speculation import Speculation, objection
 from mlx_manager.mlx_server.engine.statistics import EngineStats, Statistics
 from mlx_manager.mlx_server.engine.step.clock import StepClock
 from mlx_manager.mlx_server.engine.step.pipeline import InPlace, LookAhead, Pipeline
@@ -62,6 +63,7 @@ class TextEngine:
         size: what a step may take on; what it works on is in the ledger as `working:<name>`. None:
             by the limits, with nothing in the ledger.
         clock: returns seconds.
+        draft: how a draft model is run, if there is one. Its keys and values are on the same pages.
         tower: reads pictures, if the model sees; their features are in the ledger as
             `images:<name>`.
         wake: called on another thread when the engine, which had no work, has some; None: the
@@ -82,11 +84,14 @@ class TextEngine:
         size: StepSize | None = None,
         clock: Callable[[], float] = perf_counter,
         tower: Tower | None = None,
+        draft: DraftForward | None = None,
         wake: Callable[[], None] | None = None,
     ) -> None:
         size = size or StepSize(chunk_of(limits))
         self._forward = forward
         forward.serve()
+        if draft is not None:
+            draft.forward.serve()
         self._limits = limits
         self._ledger = ledger
         self._scored = size.scored
@@ -112,25 +117,31 @@ class TextEngine:
             disturb=self._clock.disturb,
             busy=self.has_work,
             pictures=self._pictures,
+            draft=None if draft is None else draft.forward,
         )
         self._budget = PrefillBudget(size, forward, self._memory.working)
+        self._draft_model = None
+        if draft is not None:
+            pool, clear = self._memory.pool, self._memory.pages.clear_stale
+            self._draft_model = DraftModel(draft, pool, clear, self._clock)
         self._speculation = self._speculating(looks_ahead, size.tokens)
         self._start_over()
 
     def _speculating(self, looks_ahead: bool, most: int) -> Speculation | None:
-        """Return the chooser of drafts, where rows may bring some: not where the next step is
-        queued before the tokens are read that a draft follows, and not where recurrent layers would
-        have to go back."""
+        """Return the chooser of drafts, where rows may bring some."""
         limits = self._limits
-        if limits.speculation == "off":
-            return None
-        if looks_ahead or self._forward.prefixes != "pages":
-            if limits.speculation == "on":
-                why = "steps are queued ahead" if looks_ahead else "its state is not all on pages"
+        always = limits.speculation == "on"
+        if why := objection(limits, self._forward, looks_ahead=looks_ahead):
+            if always:
                 log.warning("no drafts are tried: %s", why)
             return None
-        always = limits.speculation == "on"
-        return Speculation(limits.longest_draft, most, self._budget.plain_time, always=always)
+        return Speculation(
+            limits.longest_draft,
+            most,
+            self._budget.plain_time,
+            always=always,
+            model=self._draft_model,
+        )
 
     def _start_over(self) -> None:
         """Begin with no rows and nothing under way."""
@@ -314,7 +325,9 @@ class TextEngine:
         wait."""
         tokens, now = self._clock.wait(step.host_tokens.read)
         seconds = self._clock.interval(now)
+        drafting = 0.0 if self._speculation is None else self._speculation.take_seconds()
         if seconds is not None:
+            seconds = max(seconds - drafting, 0.0)
             if step.load.drafts and self._speculation is not None:
                 self._speculation.observe(seconds, step.load)
             else:
@@ -364,6 +377,8 @@ class TextEngine:
             self._forward.forget(row.key)
             self._outbox.fail(row.stream, failure)
         self._forward.abandon()
+        if self._draft_model is not None:
+            self._draft_model.abandon()
         self._memory.drop_all()
         self._statistics.pauses += self._scheduler.pauses
         self._budget.start_over()

@@ -136,6 +136,12 @@ class Catalog:
             param="model",
         )
 
+    def named(self, name: str) -> ModelSource:
+        """Return the source of a model that the owner's settings name, on offer or not."""
+        self.models()
+        found = self._found.get(name)
+        return found or self._named(name, downloadable=self._sources.allow_download)
+
     def configure(self, models: ModelsFile) -> None:
         """Apply other settings and scan again: the models that they name are known on return."""
         with self._lock:

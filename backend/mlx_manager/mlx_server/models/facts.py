@@ -28,7 +28,7 @@ class ModelFacts:
     nbytes: measured bytes of its weights. context_length: tokens of prompt and answer, or of an
     encoder's input. sampling: the makers' sampling values. thinks: True if its answers may begin
     with thinking; None for an encoder. input_modalities: "text", and "image" if it sees. seconds:
-    duration of the load.
+    duration of the load. draft_model: the id of the model that drafts for it; None: there is none.
     """
 
     id: str
@@ -42,3 +42,4 @@ class ModelFacts:
     thinks: bool | None = None
     input_modalities: tuple[str, ...] = ("text",)
     seconds: float = 0.0
+    draft_model: str | None = None

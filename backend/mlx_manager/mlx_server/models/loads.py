@@ -34,7 +34,13 @@ from mlx_manager.mlx_server.models.status import Unloaded
 from mlx_manager.mlx_server.models.warming import read_system
 from mlx_manager.mlx_server.utils.pressure import Pressure, PressureGauge, out_of_reach
 from mlx_manager.mlx_server.utils.text import gigabytes, in_words
-from mlx_manager.mlx_server.workers.messages import Load, Look, Prepare, WorkerFigures
+from mlx_manager.mlx_server.workers.messages import (
+    DraftSource,
+    Load,
+    Look,
+    Prepare,
+    WorkerFigures,
+)
 from mlx_manager.mlx_server.workers.process import NO_LOG, LogSettings, Process, start_process
 from mlx_manager.mlx_server.workers.proxy import Proxy
 from mlx_manager.mlx_server.workers.worker import MemoryNews, Worker
@@ -113,7 +119,8 @@ class Loads:
     The end of a worker is handled on a thread of its own, so the tables that this class changes
     are safe to use from any thread.
 
-    find: returns the source of a model once it is on disk.
+    find: returns the source of a model once it is on disk. find_named: the same for one that the
+    owner's settings name.
 
     Attributes:
         grants: the memory of all workers.
@@ -129,6 +136,7 @@ class Loads:
         policy: Policy,
         residents: Residents,
         *,
+        find_named: Callable[[str], Awaitable[ModelSource]],
         start: Start = start_process,
         log_settings: LogSettings = NO_LOG,
         patience: float = PATIENCE,
@@ -142,7 +150,7 @@ class Loads:
         self.gone: Counter[str] = Counter()
         self._limits = limits
         self._engine = engine
-        self._find = find
+        self._find, self._find_named = find, find_named
         self._policy = policy
         self._residents = residents
         self._start = start
@@ -189,7 +197,7 @@ class Loads:
 
     async def _load(self, model_id: str) -> None:
         # The time limit of `patience` excludes a download.
-        await self._find(model_id)
+        await self._drafting(await self._find(model_id), self._policy.of(model_id).recipe)
         if (down := self.strikes.reason(model_id)) is not None:
             raise ModelDown(
                 f"{model_id} is down: {down}. It is left down until its owner unloads it (POST "
@@ -221,6 +229,22 @@ class Loads:
             if worker is not None:
                 worker.kill()
 
+    async def _drafting(self, source: ModelSource, recipe: Recipe) -> DraftSource | None:
+        """Return the draft model of a model, once it is on disk; None if it has none.
+
+        Raises:
+            ModelNotFound, DownloadFailed: the owner names one that is not here.
+        """
+        name = recipe.draft_model or self._limits.draft_model
+        if name is None:
+            return None
+        draft = await self._find_named(name)
+        usual = recipe.draft_model is None
+        if usual and (draft.path == source.path or source.kind != "text"):
+            # It is the draft model of others, or generates nothing.
+            return None
+        return DraftSource(draft, self._policy.of(name).recipe, required=not usual)
+
     async def _begin(self, model_id: str) -> Worker:
         """Start a worker and have it say hello."""
         try:
@@ -248,7 +272,8 @@ class Loads:
         if self.pressure() is Pressure.CRITICAL:
             raise out_of_reach(f"{source.id} is not loaded")
         limit = self.grants.limit
-        prepare = Prepare(source, recipe, self._limits, self._engine, limit)
+        draft = await self._drafting(source, recipe)
+        prepare = Prepare(source, recipe, self._limits, self._engine, limit, draft)
         nbytes: int = await self._watched(worker, worker.ask(prepare))
         await self._make_place(worker, source.id, nbytes)
         facts: ModelFacts = await self._watched(worker, worker.ask(Load()))

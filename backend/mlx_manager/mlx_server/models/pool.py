@@ -112,6 +112,7 @@ class ModelPoolManager:
             self._source,
             self._policy,
             self._residents,
+            find_named=self._named,
             start=start,
             log_settings=log_settings,
             patience=patience,
@@ -368,6 +369,7 @@ class ModelPoolManager:
             sampling=self.sampling(source.id) if facts.kind == "text" else {},
             thinks=facts.thinks,
             input_modalities=facts.input_modalities,
+            draft_model=facts.draft_model,
         )
 
     async def _on_disk(self, look: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -491,8 +493,8 @@ class ModelPoolManager:
         name = self.resolve(model_id)
         plan = await self._on_disk(self.catalog.removal, name)
         for resident in self._residents.all():
-            # An adapter's engine reads its base's files.
-            if name in (resident.id, resident.recipe.base):
+            # An adapter's engine reads its base's files, and one with a draft model that one's.
+            if name in (resident.id, resident.recipe.base, resident.facts.draft_model):
                 await self.unload(resident.id)
         try:
             await asyncio.to_thread(plan.carry_out)
@@ -651,7 +653,14 @@ class ModelPoolManager:
 
     async def _source(self, model_id: str) -> ModelSource:
         """Return the source of a model on disk, after downloading it if needed."""
-        source = await self._on_disk(self.catalog.find, model_id)
+        return await self._here(await self._on_disk(self.catalog.find, model_id))
+
+    async def _named(self, name: str) -> ModelSource:
+        """Return the source of a model that the owner's settings name, after downloading it if
+        needed."""
+        return await self._here(await self._on_disk(self.catalog.named, name))
+
+    async def _here(self, source: ModelSource) -> ModelSource:
         if source.path is not None:
             return source
         folder = await self._fetch(source)
@@ -704,7 +713,8 @@ def _elsewhere(status: ModelStatus, remote: Remote) -> ModelStatus:
 
 
 def _memory(resident: Resident) -> dict[str, int]:
-    """Return a model's ledger lines, in bytes: weights, pages, states, working, snapshots."""
+    """Return a model's ledger lines, in bytes: weights, draft, pages, states, working,
+    snapshots."""
     lines = resident.worker.figures.ledger.items()
     return {line.partition(":")[0]: n for line, n in lines if line not in NOT_LINES}
 

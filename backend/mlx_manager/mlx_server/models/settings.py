@@ -227,12 +227,14 @@ class Recipe:
 
     base: the id or folder of its weights; None: its own name. adapter: a folder in mlx-lm's format.
     context_length: a lower limit than the model's own. weights: None: the server's setting.
+    draft_model: the id or folder of a model that drafts for it; None: the server's setting.
     """
 
     base: str | None = None
     adapter: Path | None = None
     context_length: int | None = None
     weights: Literal["auto", "keep", "dequantize"] | None = None
+    draft_model: str | None = None
 
 
 AS_IT_IS = Recipe()
@@ -243,9 +245,9 @@ class ModelSettings:
     """One model's table. ttl: seconds without use until it is unloaded; None: the server's setting.
     warm: files with system messages that are read when the model is loaded.
 
-    The first four settings make up its `recipe`. A name with a base and without an adapter or a
-    form of weights of its own is a preset: it shares the base's engine, KV pages and prefix cache,
-    and its table applies to the requests that name it.
+    The first five settings make up its `recipe`. A name with a base and without an adapter, a form
+    of weights or a draft model of its own is a preset: it shares the base's engine, KV pages and
+    prefix cache, and its table applies to the requests that name it.
 
     url: addresses of servers on other machines that have the model. key_env: the environment's
     variable with the key for them. remote_model: the model's name there. kind: its purpose, where
@@ -258,6 +260,7 @@ class ModelSettings:
     adapter: Annotated[Path, BeforeValidator(_filled), AfterValidator(_beside)] | None = None
     context_length: Annotated[int, Field(strict=True, ge=1)] | None = None
     weights: Literal["auto", "keep", "dequantize"] | None = None
+    draft_model: Annotated[Name, AfterValidator(_id_or_folder)] | None = None
     aliases: tuple[Name, ...] = ()
     pinned: Switch = False
     preload: Switch = False
@@ -276,7 +279,8 @@ class ModelSettings:
 
     @property
     def is_preset(self) -> bool:
-        return self.base is not None and self.adapter is None and self.weights is None
+        own = self.adapter, self.weights, self.draft_model
+        return self.base is not None and own == (None, None, None)
 
     @property
     def overlay(self) -> Overlay:
@@ -291,7 +295,7 @@ class ModelSettings:
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(self.base, self.adapter, self.context_length, self.weights)
+        return Recipe(self.base, self.adapter, self.context_length, self.weights, self.draft_model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +383,7 @@ HERE_ONLY: tuple[str, ...] = (
     "preload",
     "ttl",
     "warm",
+    "draft_model",
 )
 """Settings of models that are loaded here."""
 ELSEWHERE_ONLY: tuple[str, ...] = ("key_env", "remote_model", "kind", "timeout")

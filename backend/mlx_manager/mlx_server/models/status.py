@@ -26,7 +26,7 @@ class ModelStatus:
     True if its answers may begin with thinking; None while it is not loaded. input_modalities:
     "text", and "image" if it sees; while it is not loaded, as its folder tells. doing: the current
     stage of its load. failure: the reason why it is down. servers: those on other machines that
-    have it; none if it is loaded here.
+    have it; none if it is loaded here. draft_model: the id of the model that drafts for it.
     """
 
     id: str
@@ -53,6 +53,7 @@ class ModelStatus:
     doing: str | None = None
     failure: str | None = None
     servers: tuple[ServerStatus, ...] = ()
+    draft_model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

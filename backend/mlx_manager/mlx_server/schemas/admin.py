@@ -59,7 +59,7 @@ class AdminModel(Wire):
     of it has passed. outdated: its settings changed, and it will be loaded anew once it is idle.
     memory: what it holds, by purpose. acceptance: the part of the tokens that were tried ahead that
     was drawn, null if none was tried. servers: the other machines that have it; none if it is
-    loaded here.
+    loaded here. draft_model: what guesses some of them, null if it is not loaded.
     """
 
     id: str
@@ -83,6 +83,7 @@ class AdminModel(Wire):
     memory: dict[str, int]
     acceptance: float | None
     servers: list[ModelServer]
+    draft_model: str | None
 
 
 class AdminMemory(Wire):

@@ -30,10 +30,19 @@ from mlx_manager.mlx_server.models.settings import Recipe
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A draft model. required: the model is not to be loaded without it."""
+
+    source: ModelSource
+    recipe: Recipe
+    required: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare:
     """Read all of a model but its weights; the answer is the bytes that these take.
 
-    memory: bytes that all models may take.
+    memory: bytes that all models may take. draft: drafts for it.
     """
 
     source: ModelSource
@@ -41,6 +50,7 @@ class Prepare:
     limits: PoolLimits
     engine: EngineLimits
     memory: int
+    draft: DraftSource | None = None
 
 
 @dataclass(frozen=True, slots=True)

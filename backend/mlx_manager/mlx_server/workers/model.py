@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -24,9 +24,15 @@ from mlx_manager.mlx_server.encoders.loading import (
 from mlx_manager.mlx_server.encoders.loop import kept_bytes
 from mlx_manager.mlx_server.engine.scheduler.step_size import least_working
 from mlx_manager.mlx_server.engine.thread import MLXThread
-from mlx_manager.mlx_server.errors import ServerNotReady, UnsupportedParameter
+from mlx_manager.mlx_server.errors import ModelLoadFailed, ServerNotReady, UnsupportedParameter
 from mlx_manager.mlx_server.execution.decoder.packed import multiplies_packed
 from mlx_manager.mlx_server.models.facts import ModelFacts
+from mlx_manager.mlx_server.models.loading.draft import (
+    PreparedDraft,
+    draft_line,
+    load_draft,
+    prepared_draft,
+)
 from mlx_manager.mlx_server.models.loading.load import (
     Foresight,
     LoadedModel,
@@ -58,6 +64,25 @@ CLOSING = 5.0
 """Seconds that the MLX thread gets to end what it is doing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A model that has been asked for and whose small files have been read. draft: its draft
+    model."""
+
+    asked: Prepare
+    prepared: PreparedText | PreparedEncoder
+    draft: PreparedDraft | None = None
+
+    @property
+    def draft_bytes(self) -> int:
+        return 0 if self.draft is None else self.draft.checked.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the weights' files, the draft model's included."""
+        return self.prepared.checked.nbytes + self.draft_bytes
+
+
 class Model:
     """The one model of this process, and what it takes: thread, memory, sandbox.
 
@@ -76,7 +101,7 @@ class Model:
         self._send = send
         self._sandbox = Sandbox()
         self._alone = alone
-        self._ready: tuple[Prepare, PreparedText | PreparedEncoder] | None = None
+        self._ready: Ready | None = None
 
     @property
     def served(self) -> TextBackend | EncoderBackend:
@@ -113,8 +138,8 @@ class Model:
             ModelLoadFailed: it can't be loaded; the subclasses tell why.
         """
         self.memory.begin(asked.memory)
-        self._ready = asked, await DaemonThreads(1).run(partial(self._prepared, asked))
-        return self._ready[1].checked.nbytes
+        self._ready = await DaemonThreads(1).run(partial(self._prepared, asked))
+        return self._ready.nbytes
 
     async def load(self) -> ModelFacts:
         """Load the model that has been prepared, in the memory that is granted for it.
@@ -125,7 +150,7 @@ class Model:
         """
         assert self._ready is not None, "it is prepared first"
         begun = perf_counter()
-        loaded = await self.thread.call(partial(self._bring, *self._ready))
+        loaded = await self.thread.call(partial(self._bring, self._ready))
         self._ready = None
         if isinstance(self.backend, TextBackend):
             self._doing("what answers in JSON need is made")
@@ -168,17 +193,46 @@ class Model:
     def _doing(self, what: str) -> None:
         self._send(Doing(what))
 
-    def _prepared(self, asked: Prepare) -> PreparedText | PreparedEncoder:
+    def _prepared(self, asked: Prepare) -> Ready:
         read = prepared_encoder if is_encoder(asked) else prepared_text
         with explained(asked.source.id):
-            return read(asked.source, asked.limits, asked.recipe, asked.memory, doing=self._doing)
+            found = read(asked.source, asked.limits, asked.recipe, asked.memory, doing=self._doing)
+        return Ready(asked, found, self._prepared_draft(asked, found))
 
-    def _bring(
+    def _prepared_draft(
         self, asked: Prepare, prepared: PreparedText | PreparedEncoder
-    ) -> LoadedModel | LoadedEncoder:
+    ) -> PreparedDraft | None:
+        """Read all of the draft model but its weights; None if there is none, or if the server's is
+        none for this model.
+
+        Raises:
+            ModelLoadFailed: the model's own draft model can't draft for it.
+        """
+        draft, name = asked.draft, asked.source.id
+        if draft is None:
+            return None
+        if isinstance(prepared, PreparedEncoder):
+            raise ModelLoadFailed(f"{name} generates nothing: no draft_model can draft for it.")
+        try:
+            return prepared_draft(
+                name,
+                prepared.tokenizer,
+                draft.source,
+                draft.recipe,
+                asked.limits,
+                doing=self._doing,
+            )
+        except ModelLoadFailed as error:
+            if draft.required:
+                raise
+            log.info("%s is loaded without a draft model: %s", name, error)
+            return None
+
+    def _bring(self, ready: Ready) -> LoadedModel | LoadedEncoder:
         """Read the weights and make the backend. On the MLX thread, which waits for memory."""
         self.memory.waits = True
-        name, nbytes = asked.source.id, prepared.checked.nbytes
+        asked, nbytes = ready.asked, ready.nbytes
+        name = asked.source.id
         self._doing("room is made for it")
         # From here on MLX's limit moves with the ledger's.
         if self._alone:
@@ -187,17 +241,17 @@ class Model:
             raise crowded(name, nbytes, self.ledger.attainable(), asked.memory)
         try:
             with blaming_the_device(name, self.ledger):
-                return self._brought(asked, prepared)
+                return self._brought(ready)
         finally:
             if self.backend is None:
                 self.ledger.record(weights_line(name), 0)
+                self.ledger.record(draft_line(name), 0)
                 clear_cache()
             self.memory.waits = False
             self.memory.tell()
 
-    def _brought(
-        self, asked: Prepare, prepared: PreparedText | PreparedEncoder
-    ) -> LoadedModel | LoadedEncoder:
+    def _brought(self, ready: Ready) -> LoadedModel | LoadedEncoder:
+        asked, prepared = ready.asked, ready.prepared
         source, limits, engine, ledger = asked.source, asked.limits, asked.engine, self.ledger
         foresight = Foresight(partial(working_bytes, engine), multiplies_packed)
         loaded: LoadedModel | LoadedEncoder
@@ -223,13 +277,25 @@ class Model:
                     asked.recipe,
                     foresight=foresight,
                     prepared=prepared,
+                    beside=ready.draft_bytes,
                     doing=self._doing,
                 )
+                draft = None
+                if ready.draft is not None:
+                    draft = partial(
+                        load_draft, ready.draft, limits, ledger, foresight, doing=self._doing
+                    )
                 self.backend = prepare(
-                    loaded, self.thread, engine, ledger, sandbox=self._sandbox, doing=self._doing
+                    loaded,
+                    self.thread,
+                    engine,
+                    ledger,
+                    sandbox=self._sandbox,
+                    draft=draft,
+                    doing=self._doing,
                 )
         if limits.wire_weights:
-            wire(loaded.nbytes)
+            wire(loaded.nbytes + ledger.figures().get(draft_line(source.id), 0))
         return loaded
 
 
@@ -257,8 +323,14 @@ def facts_of(
         backend.tokenizer_info(),
         seconds=seconds,
     )
-    if isinstance(loaded, LoadedModel):
+    if isinstance(loaded, LoadedModel) and isinstance(backend, TextBackend):
         thinks = loaded.adapter.thinks(loaded.tokenizer)
         reads = ("text",) if loaded.vision is None else ("text", "image")
-        return replace(facts, sampling=dict(loaded.sampling), thinks=thinks, input_modalities=reads)
+        return replace(
+            facts,
+            sampling=dict(loaded.sampling),
+            thinks=thinks,
+            input_modalities=reads,
+            draft_model=backend.draft_model,
+        )
     return facts

@@ -18,11 +18,13 @@ from mlx_manager.mlx_server.core import Event, Finished, Progress, Sampling, Sta
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.speculation.draft_model import DraftForward
 from mlx_manager.mlx_server.engine.stream import Inbox, LoopRow, working
 from mlx_manager.mlx_server.engine.text_engine import TextEngine
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.execution.forward import Forward
 from mlx_manager.mlx_server.execution.select import choose
+from mlx_manager.mlx_server.execution.working import vocabulary_of
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.text.detokenizer import TokenTexts
 from mlx_manager.mlx_server.text.output_parser import OutputParser
@@ -107,6 +109,8 @@ class Rig:
         size: StepSize | None = None,
         choose: Callable[[nn.Module, int], Forward] = choose,
         clock: Callable[[], float] = perf_counter,
+        draft: Path | None = None,
+        part: float = 1.0,
         **limits: object,
     ) -> None:
         self.thread = MLXThread()
@@ -115,6 +119,7 @@ class Rig:
         self._folder = folder
         self._choose = choose
         self._clock = clock
+        self._draft, self._part = draft, part
         # Other tests' freed buffers are none of this one's business.
         self.ledger = Ledger(memory, cache_bytes=lambda: 0)
         self._limits = EngineLimits(**limits)  # type: ignore[arg-type]
@@ -142,8 +147,16 @@ class Rig:
             looks_ahead=ahead,
             size=self._size,
             clock=self._clock,
+            draft=None if self._draft is None else self._drafting(self._draft),
         )
         self.thread.attach(self.engine)
+
+    def _drafting(self, folder: Path) -> DraftForward:
+        """How the model in `folder` is run, of whose weights a part is said to be there."""
+        model, config = load_model(folder)
+        forward = self._choose(model, self._limits.page_size)
+        size = config["vocab_size"]
+        return DraftForward(forward, vocabulary_of(self.model), size, 4096, self._part)
 
     def _unload(self) -> None:
         self.thread.detach()

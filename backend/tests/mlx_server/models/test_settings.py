@@ -44,6 +44,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         ttl = "never"
         context_length = 4096
         weights = "keep"
+        draft_model = "owner/small"
         sampling = { temperature = 0.7, top_p = 0.9, top_k = 40, min_p = 0.05 }
 
         [models.support]
@@ -59,7 +60,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
     big, support = models.of("owner/big"), models.of("support")
     assert models.aliases() == (("gpt-4*", "owner/big"), ("big", "owner/big"))
     assert (big.pinned, big.preload, big.ttl) == (True, True, NEVER)
-    assert big.recipe == Recipe(None, None, 4096, "keep")
+    assert big.recipe == Recipe(None, None, 4096, "keep", "owner/small")
     assert big.sampling.given() == {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05}
     assert support.recipe == Recipe("owner/big", tmp_path / "adapters/support")
     assert (support.pinned, support.preload, support.ttl) == (False, False, 5400)

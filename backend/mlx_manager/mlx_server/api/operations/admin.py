@@ -177,6 +177,7 @@ def admin_model(status: ModelStatus, figures: Mapping[str, Any]) -> AdminModel:
         memory=dict(status.memory),
         acceptance=engine["accepted_tokens"] / tried if tried else None,
         servers=servers_of(status),
+        draft_model=status.draft_model,
     )
 
 

@@ -9,7 +9,8 @@ states:
   asks for the same tokens, or taken (least recently used first) when free pages run out.
 
 Only full pages are ever shared, and a full page is never written again: that is the whole proof
-that no page is written while shared.
+that no page is written while shared. The layers of a draft model are apart: they may be filled
+later, with the same by whoever does it, and decide nothing (`engine/speculation/draft_model.py`).
 """
 
 from __future__ import annotations
@@ -280,6 +281,11 @@ class PagePool:
         if self._index is None:
             return ROOT
         return self._index.insert(parent, tokens, page)
+
+    def content(self, page: int) -> Node | None:
+        """Return the node of a page, by which its content is known; None if it is not indexed."""
+        known = self._index is not None and self._index.knows(page)
+        return self.node(page) if known else None
 
     def node(self, page: int) -> Node:
         """Return the node of an indexed page, as parent for the page that follows it."""

@@ -36,6 +36,7 @@ class EngineMemory:
         disturb: called when pages have been copied.
         busy: returns whether the engine has work.
         pictures: what sees pictures, if something does.
+        draft: how a draft model is run, if there is one; its layers are on the same pages.
 
     Raises:
         OutOfMemory: the ledger does not grant the bytes that a step works on.
@@ -52,16 +53,18 @@ class EngineMemory:
         disturb: Callable[[], None],
         busy: Callable[[], bool],
         pictures: Pictures | None = None,
+        draft: Forward | None = None,
     ) -> None:
         pages, states, snapshots = (
             Line(ledger, f"{kind}:{name}") for kind in ("pages", "states", "snapshots")
         )
         self.pool = PagePool(limits.page_size, prefix_cache=limits.prefix_cache)
         self.states = StateMemory(states, forward.row_bytes, limits.max_rows)
-        on_pages = sum(store.shape.token_bytes for store in forward.stores)
+        stores = [*forward.stores, *([] if draft is None else draft.stores)]
+        on_pages = sum(store.shape.token_bytes for store in stores)
         self.pages = PageMemory(
             self.pool,
-            Stores(forward.stores, disturb),
+            Stores(stores, disturb),
             pages,
             self.states,
             snapshots,

@@ -7,7 +7,7 @@ them together. No arrays and no clock here: only sequences, pages and the budget
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -69,10 +69,14 @@ class Drafting(Protocol):
         ...
 
     def choose(
-        self, rows: list[Sequence], load: StepLoad, most: int
+        self, rows: list[Sequence], load: StepLoad, most: int, room: Callable[[Sequence, int], int]
     ) -> Iterable[tuple[Sequence, Proposal]]:
         """Yield rows and the drafts that they had best bring to a step of this load, at most `most`
-        tokens in all."""
+        tokens in all.
+
+        room: gives a row pages for so many tokens beyond its next one, where there are some, and
+        returns for how many of them it has pages.
+        """
         ...
 
 
@@ -201,9 +205,12 @@ class Scheduler:
     def _draft(self, chosen: Schedule, drafting: Drafting, most: int) -> None:
         """Let rows bring drafts, at most so many tokens in all, where there are pages for them."""
         spare = len(self.queues.running)
-        for row, proposal in drafting.choose(chosen.rows, chosen.load, most):
-            room = self._paging.stretch(row, len(proposal.tokens), spare)
-            samplers = row.samplers_along(proposal.tokens[: max(room, 0)])
+
+        def room(row: Sequence, tokens: int) -> int:
+            return max(self._paging.stretch(row, tokens, spare), 0)
+
+        for row, proposal in drafting.choose(chosen.rows, chosen.load, most, room):
+            samplers = row.samplers_along(proposal.tokens[: room(row, len(proposal.tokens))])
             if len(samplers) > 1:
                 tokens = proposal.tokens[: len(samplers) - 1]
                 chosen.add_draft(Draft(row, proposal.method, tokens, samplers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isqrt
 
 from mlx import nn
@@ -72,6 +72,11 @@ class StepSize:
         heads = query_heads(model) if forward.attends_whole else None
         bears = limits_of(device, len(make_prompt_cache(model)), heads)
         return cls(tokens, ample, _most_scored(limits, model), working, more, bears)
+
+    def with_draft(self, limits: EngineLimits, model: nn.Module, forward: Forward) -> StepSize:
+        """Return the size where a draft model works, too: before a step, in the same memory."""
+        working = _working_on(limits, model, forward, self.tokens)
+        return replace(self, working_bytes=max(self.working_bytes, working))
 
     def wanted(self, tokens: int, shortest: int) -> int:
         """Return how many of `tokens` prompt tokens a step best processes, if it is short all the

@@ -18,7 +18,7 @@ from mlx_manager.mlx_server.engine.sampling import SamplerState
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.engine.sequence import Sequence as Row
 
-Method = Literal["grammar", "prediction", "ngram"]
+Method = Literal["grammar", "prediction", "ngram", "draft_model"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,12 +117,13 @@ def load(
     *,
     foresight: Foresight = NONE,
     prepared: PreparedText | None = None,
+    beside: int = 0,
     doing: Doing = unheard,
 ) -> LoadedModel:
     """Load a model, on the MLX thread.
 
-    prepared: the result of `prepared_text` for the same source and recipe. doing: called with each
-    stage that begins.
+    prepared: that of `prepared_text` for the same source and recipe. beside: bytes still to be
+    loaded, of a draft model. doing: called with each stage that begins.
 
     The weights are in the ledger as `weights:<id>`, unless the load raises.
 
@@ -138,12 +139,11 @@ def load(
         ready = prepared or prepared_text(source, limits, recipe, ledger.total, doing=doing)
         checked, tokenizer, adapter = ready.checked, ready.tokenizer, ready.adapter
         check_room(source.id, checked.nbytes, ledger)
-        folder = checked.folder
         doing("its modules are made")
         model, config = build(checked.plan)
-    beside = tower_bytes(checked.plan)
-    working = foresight.least_working(model, checked.context_length)
-    check_steps(source.id, model, working + beside, ledger)
+    beside += tower_bytes(checked.plan)
+    working = beside + foresight.least_working(model, checked.context_length)
+    check_steps(source.id, model, working, ledger)
     with granted(source.id, checked.nbytes, ledger), explained(source.id):
         doing("its weights are read")
         if recipe.adapter is not None:
@@ -156,7 +156,7 @@ def load(
         ledger.record(weights_line(source.id), nbytes)
         return LoadedModel(
             source.id,
-            folder.path,
+            checked.folder.path,
             model,
             tokenizer,
             config,
@@ -166,7 +166,7 @@ def load(
             embedded(config) or len(tokenizer),
             nbytes,
             weights,
-            makers_sampling(folder.path),
+            makers_sampling(checked.folder.path),
             vision=vision,
         )
 
@@ -179,17 +179,20 @@ def settle(
     foresight: Foresight = NONE,
     *,
     beside: int = 0,
+    line: str | None = None,
     doing: Doing = unheard,
 ) -> tuple[WeightsForm, int]:
     """Bring the weights into memory in the fastest form. Return the form, and the bytes, which the
-    ledger has from now on. beside: bytes that are still to be loaded."""
+    ledger has from now on. beside: bytes that are still to be loaded. line: the ledger's; None:
+    `weights:<id>`."""
     doing("the fastest form of its weights is chosen")
-    weights = settle_weights(model, model_id, limits, ledger, foresight, beside)
+    line = line or weights_line(model_id)
+    weights = settle_weights(model, line, limits, ledger, foresight, beside)
     if default_device() == "cpu":
         log.info("%s: %s", model_id, lay_out(model, doing=doing))
     evaluate(model, doing)
     nbytes = bytes_of(model)
-    ledger.record(weights_line(model_id), nbytes)
+    ledger.record(line, nbytes)
     mx.clear_cache()
     return weights, nbytes
 
@@ -343,18 +346,18 @@ def adapted(model: nn.Module, adapter: Path) -> nn.Module:
 
 def settle_weights(  # noqa: PLR0917
     model: nn.Module,
-    model_id: str,
+    line: str,
     limits: PoolLimits,
     ledger: Ledger,
     foresight: Foresight,
     beside: int = 0,
 ) -> WeightsForm:
-    """Choose the weights' form and convert them to it, lazily. beside: as in `settle`.
+    """Choose the weights' form and convert them to it, lazily. line, beside: as in `settle`.
 
     Raises:
         ModelTooLarge: the form asked for does not fit.
     """
-    device, line = default_device(), weights_line(model_id)
+    device = default_device()
     granted_bytes = ledger.figures()[line]
     room = granted_bytes + ledger.available() - int(KV_SHARE * ledger.limit) - beside
     packed = foresight.multiplies_packed(model)
@@ -371,13 +374,13 @@ def settle_weights(  # noqa: PLR0917
 
 
 @contextmanager
-def granted(model_id: str, nbytes: int, ledger: Ledger) -> Iterator[None]:
-    """Reserve memory for the weights, and give it back if the load fails.
+def granted(model_id: str, nbytes: int, ledger: Ledger, line: str | None = None) -> Iterator[None]:
+    """Reserve memory for the weights, and give it back if the load fails. line: as in `settle`.
 
     Raises:
         OutOfMemory: less than `nbytes` is left, even after relief.
     """
-    line = weights_line(model_id)
+    line = line or weights_line(model_id)
     if not ledger.reserve(line, nbytes):
         raise crowded(model_id, nbytes, ledger.available(), ledger.total)
     loaded = False

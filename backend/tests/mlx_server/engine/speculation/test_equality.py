@@ -23,6 +23,7 @@ from mlx_manager.mlx_server.core import (
     TokenLogprob,
 )
 from mlx_manager.mlx_server.engine.scores import Scoring
+from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.text.grammar.guide import Guide, Masks, Rules, ThinkingBudget
@@ -200,6 +201,53 @@ async def test_drafts_change_nothing_of_random_requests(
     guesses = [nearly(answer.tokens, rng) for answer in plain]
     proposers = [Proposer(guess if i % 4 else ()) for i, guess in enumerate(guesses)]
     drafted, rig = await answers(folder, requests, proposers, speculation="on")
+    check_equal(requests, plain, drafted)
+    stats = rig.engine.stats()
+    assert stats.generated_tokens == sum(len(answer.tokens) for answer in plain)
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+
+
+@pytest.mark.parametrize("drafting", ["llama", "gpt_oss", "smaller vocabulary"])
+async def test_a_draft_model_changes_nothing_of_random_requests(
+    drafting: str, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "model", "llama")
+    family = "gpt_oss" if drafting == "gpt_oss" else "llama"
+    fewer = {"vocab_size": 200} if drafting == "smaller vocabulary" else {}
+    # The first differs from the model by its weights alone.
+    draft = make_tiny_model(tmp_path / "draft", family, seed=1, **fewer)
+    rng = random.Random(53)
+    requests = [request_of(rng) for _ in range(50)]
+    plain, rig = await answers(folder, requests, None)
+    proposers = [Proposer() for _ in requests]
+    drafted, rig = await answers(folder, requests, proposers, speculation="on", draft=draft)
+    check_equal(requests, plain, drafted)
+    stats = rig.engine.stats()
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+
+
+async def test_a_draft_model_draws_as_the_model_would(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "llama")
+    rng = random.Random(54)
+    requests = [request_of(rng) for _ in range(50)]
+    # What a grammar allows and where a stop string ends can't always be foreseen.
+    requests = [replace(each, constraint=None, budget=None, stop=()) for each in requests]
+    plain, _ = await answers(folder, requests, None)
+    proposers = [NoText() for _ in requests]
+    drafted, rig = await answers(folder, requests, proposers, speculation="on", draft=folder)
+    check_equal(requests, plain, drafted)
+    stats = rig.engine.stats()
+    assert stats.accepted_tokens == stats.draft_tokens > 0
+
+
+class NoText(Proposer):
+    """Proposer that finds nothing in the row's own text."""
+
+    def propose(self, row: Sequence, most: int) -> None:
+        return None
+
+
+def check_equal(requests: list[Request], plain: list[Answer], drafted: list[Answer]) -> None:
     for request, one, other in zip(requests, plain, drafted, strict=True):
         assert (other.tokens, other.text) == (one.tokens, one.text), request
         assert (other.end.reason, other.end.stop_sequence) == (
@@ -212,6 +260,3 @@ async def test_drafts_change_nothing_of_random_requests(
         assert counted == one.end.usage
         assert len(other.scores) == len(one.scores)
         assert all(map(same, other.scores, one.scores))
-    stats = rig.engine.stats()
-    assert stats.generated_tokens == sum(len(answer.tokens) for answer in plain)
-    assert 0 < stats.accepted_tokens < stats.draft_tokens

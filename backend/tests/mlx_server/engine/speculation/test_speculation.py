@@ -28,7 +28,7 @@ def rows_of(rig: HandRig, count: int) -> list[Row]:
 
 def lengths(speculation: Speculation, rows: list[Row], most: int = 1 << 20) -> list[int]:
     sequences = [row.sequence for row in rows]
-    chosen = speculation.choose(sequences, StepLoad(len(rows)), most)
+    chosen = speculation.choose(sequences, StepLoad(len(rows)), most, lambda row, tokens: tokens)
     return [len(proposal.tokens) for _, proposal in chosen]
 
 
