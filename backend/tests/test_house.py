@@ -58,8 +58,8 @@ MAY_IMPORT = {
     | {*("encoders", "engine", "execution", "memory", "models", "pictures", "sampling", "stream")}
     | {*("text", "vision")},
     "inside": FOUNDATION
-    | {*("backends", "encoders", "engine", "execution", "memory", "models", "observability")}
-    | {*("stream", "text", "workers")},
+    | {*("backends", "devices", "encoders", "engine", "execution", "memory", "models")}
+    | {*("observability", "stream", "text", "workers")},
     "workers": FOUNDATION | {"models", "stream"},
     "remotes": FOUNDATION | {"images"},
     "pool": FOUNDATION | {"models", "remotes", "workers"},
@@ -71,6 +71,10 @@ MAY_IMPORT = {
 """Besides itself; `main` composes and may import all. Nobody imports `api` or `main`."""
 ROOMS = {
     **{f"workers/{name}.py": "inside" for name in ("host", "memory", "model", "rows")},
+    **{
+        f"workers/{name}.py": "inside"
+        for name in ("hosts", "program", "rank", "rank_messages", "ranks", "share")
+    },
     **{
         f"models/{name}.py": "pool"
         for name in ("grants", "loads", "policy", "pool", "residents", "status")

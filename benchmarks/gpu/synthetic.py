@@ -128,6 +128,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": False,
     },
+    # The layers of a 70B, a few of its 80.
+    "70b-12": {
+        "hidden_size": 8192,
+        "num_hidden_layers": 12,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
     "30b-a3b": _A3B,
     "8b-a1b": _A3B | {"num_hidden_layers": 12},
     "gpt-oss-20b": _GPT_OSS,

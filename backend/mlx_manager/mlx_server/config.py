@@ -67,7 +67,9 @@ class PoolLimits:
     the device. ttl: seconds without use after which a model is unloaded, unless its own settings
     say otherwise. wire_weights: macOS keeps as many bytes in memory as the weights have.
     load_timeout: seconds that a load may go without progress; None: no limit. draft_model: the id
-    or folder of a draft model for those that have the same tokenizer.
+    or folder of a draft model for those that have the same tokenizer. devices: those that a model
+    is spread over. silence: seconds without a sign of life after which a process of such a model is
+    taken to hang; None: no limit.
     """
 
     max_models: int = Settings.max_models
@@ -78,6 +80,8 @@ class PoolLimits:
     wire_weights: bool = False
     load_timeout: float | None = None
     draft_model: str | None = None
+    devices: int = Settings.devices
+    silence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +392,9 @@ class MLXServerSettings(_Fields):
             self.wire_weights,
             self.load_timeout_seconds or None,
             self.draft_model,
+            self.devices,
+            # The server's own limit ends the model, and then names no process.
+            self.watchdog_seconds / 2 or None,
         )
 
     @cached_property

@@ -147,6 +147,13 @@ class Memory:
     wire_weights: bool = setting(
         False, "On a Mac: never page the weights out; macOS may panic, see docs/operations.md"
     )
+    devices: int = setting(
+        1,
+        "Devices that each model is spread over, such as the GPUs of this machine, with a process "
+        "for each; the models' file may say otherwise for a model",
+        ge=1,
+        le=64,
+    )
     max_rows: int = setting(128, "Sequences decoded together, per model", ge=1)
     max_waiting: int = setting(
         1024, "Requests that may wait for one model; further ones get 429", ge=0

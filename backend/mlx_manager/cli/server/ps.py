@@ -95,7 +95,7 @@ def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, 
     if not models:
         typer.echo("No model is loaded.")
         return
-    numbers = ("memory", "running", "waiting", "accepted")
+    numbers = ("memory", "devices", "running", "waiting", "accepted")
     drafting = ("draft model",) if any(model["draft_model"] for model in models) else ()
     shown = table("model", "state", *numbers, *drafting, "weights", "stays", right=numbers)
     for model in models:
@@ -104,6 +104,7 @@ def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, 
             model["id"],
             model["state"],
             sized(sum(model["memory"].values())),
+            "" if model["devices"] is None else str(model["devices"]),
             str(states.count("running")),
             str(states.count("waiting")),
             "" if model["acceptance"] is None else f"{model['acceptance']:.0%}",

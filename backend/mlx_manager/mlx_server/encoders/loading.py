@@ -49,6 +49,7 @@ from mlx_manager.mlx_server.models.loading.load import (
     Checked,
     Foresight,
     allowed_context,
+    bytes_of,
     check_room,
     check_size,
     check_steps,
@@ -121,7 +122,8 @@ def load_encoder(
         check_room(source.id, checked.nbytes, ledger)
         doing("its modules are made")
         model = build(checked, ready.answers, source.id)
-    check_steps(source.id, model, foresight.least_working(model, checked.context_length), ledger)
+    least = foresight.least_working(model, checked.context_length)
+    check_steps(source.id, bytes_of(model) + least, ledger)
     with granted(source.id, checked.nbytes, ledger), explained(source.id):
         single = Wrapping.single(tokenizer)
         pair = pair_wrapping(ready, single)

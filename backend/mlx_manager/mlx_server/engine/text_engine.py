@@ -312,6 +312,10 @@ class TextEngine:
         """Give the device the rest of what was launched, as there is room for it."""
         self._clock.wait(self._forward.finish)
 
+    def queue(self, launched: LaunchedStep) -> None:
+        """Have the device compute a step's logits already."""
+        self._runner.queue(launched)
+
     def sample(self, launched: LaunchedStep) -> SampledStep:
         """Queue the step whole, and keep the states of prompts that it takes to a border."""
         step = self._runner.sample(launched)

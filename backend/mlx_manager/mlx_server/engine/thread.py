@@ -109,6 +109,18 @@ class Question:
             loop.call_soon_threadsafe(unless_cancelled)
 
 
+def ready_device() -> None:
+    """Set MLX up for the device, before anything is computed."""
+    keep_kernels()
+    from mlx_manager.mlx_server.devices import table as devices
+
+    device = devices.current()
+    if device.records_steps:
+        record_whole_steps()
+    if device.kind == "cpu":
+        keep_cpu_kernels()
+
+
 class MLXThread:
     """Thread that runs callables and the steps of one engine, one after the other."""
 
@@ -138,14 +150,7 @@ class MLXThread:
         return 0.0 if progress is None else self._clock() - progress
 
     def start(self) -> None:
-        keep_kernels()
-        from mlx_manager.mlx_server.devices import table as devices
-
-        device = devices.current()
-        if device.records_steps:
-            record_whole_steps()
-        if device.kind == "cpu":
-            keep_cpu_kernels()
+        ready_device()
         self._thread.start()
 
     def post(self, message: Callable[[], None]) -> None:

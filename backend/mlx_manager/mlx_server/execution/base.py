@@ -20,6 +20,7 @@ class PlainForward:
     grain: int = 1
     abreast: int = 0
     attends_whole: bool = False
+    copies: int = 1
     worth: int = 0
     token_bytes: int = 0
     row_bytes: int = 0
@@ -28,6 +29,9 @@ class PlainForward:
 
     def serve(self) -> None:
         self.order_of_launches.forget()
+
+    def queue(self) -> None:
+        pass
 
     @property
     def unfinished(self) -> bool:

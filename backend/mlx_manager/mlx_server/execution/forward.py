@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.devices.metal.order import LaunchOrder
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
-from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.engine.kv.store import LayerShape
 from mlx_manager.mlx_server.execution.attention.paged import Span
 from mlx_manager.mlx_server.execution.images import Shown
 
@@ -84,6 +84,17 @@ class Snapshot:
         return sum(array.nbytes for leaf in self.leaves for array in leaf if array is not None)
 
 
+class PageStore(Protocol):
+    """Pages of one layer, as far as the engine sees to them; see `LayerStore`."""
+
+    @property
+    def shape(self) -> LayerShape: ...
+
+    def resize(self, pages: int) -> bool: ...
+
+    def clear(self, pages: Sequence[int]) -> None: ...
+
+
 class Forward(Protocol):
     """Protocol of a way of running one model's steps.
 
@@ -104,13 +115,12 @@ class Forward(Protocol):
             be sent to the device at every step.
         grain: a step with prompts in it had best have a multiple of so many tokens.
         attends_whole: whether modules attend by themselves, all queries of a chunk at once.
+        copies: processes that run the model with their arrays in this memory, this one included.
         abreast: running rows that are enough for a step: twice as many take little longer in two. 0
             where a step takes about as long however many rows there are, or where the other rows'
             state would have to be put aside.
     """
 
-    kind: ClassVar[str]
-    stores: list[LayerStore]
     token_bytes: int
     row_bytes: int
     prefixes: Prefixes
@@ -121,6 +131,13 @@ class Forward(Protocol):
     grain: int
     abreast: int
     attends_whole: bool
+    copies: int
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def stores(self) -> Sequence[PageStore]: ...
 
     def serve(self) -> None:
         """End the load: from now on the thread that calls `run` computes its result, too."""
@@ -137,6 +154,11 @@ class Forward(Protocol):
         one row that means nothing. The step has been done when the result and `state` have been
         evaluated.
         """
+        ...
+
+    def queue(self) -> None:
+        """Queue the pass of the last `run` by itself, before anything that is made of its result,
+        where other devices run the same pass."""
         ...
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -34,7 +35,7 @@ class Reference:
     """Two sequences, each with the length of its prompt, and the model's own logits for them.
 
     noise: the distance of the model's logits from its own when it reads a token at a time; None
-    until measured.
+    until measured. before_more: called before the model is run for that.
     """
 
     model: nn.Module
@@ -42,6 +43,7 @@ class Reference:
     texts: list[tuple[list[int], int]]
     logits: list[list[mx.array]]
     noise: float | None = None
+    before_more: Callable[[], None] = int  # type: ignore[assignment]
 
     @classmethod
     def of(cls, model: nn.Module, page_size: int) -> Reference:
@@ -70,12 +72,13 @@ class Reference:
         rough = strays or carries_on(self.model, first)
         if rough and max(distances) > allowed:
             if self.noise is None:
-                self.noise = self._from_itself()
+                self.before_more()
+                self.noise = self.from_itself()
             allowed = max(allowed, MARGIN * self.noise)
         wrong = difference(distances, allowed, strays=strays)
         return wrong and f"its logits differ from the model's own {wrong}"
 
-    def _from_itself(self) -> float:
+    def from_itself(self) -> float:
         """Return the distance of the model's logits from its own when it reads a token at a
         time."""
         again = []

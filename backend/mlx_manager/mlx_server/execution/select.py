@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -34,6 +34,9 @@ from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.forward import FusedForward
 from mlx_manager.mlx_server.execution.decoder.joined import join
 from mlx_manager.mlx_server.execution.forward import Forward, NotApplicable
+from mlx_manager.mlx_server.execution.group.crew import Crew
+from mlx_manager.mlx_server.execution.group.leader import GroupForward
+from mlx_manager.mlx_server.execution.group.plan import Eyes, Make, Refer
 from mlx_manager.mlx_server.execution.images import VisionTraits
 from mlx_manager.mlx_server.execution.module.over_pages import GATHERING, OverPages
 from mlx_manager.mlx_server.execution.module.ragged import RaggedForward
@@ -72,32 +75,44 @@ def choose(  # noqa: PLR0917
     *,
     doing: Doing = unheard,
     vision: VisionTraits | None = None,
+    crew: Crew | None = None,
 ) -> Forward:
     """Return the first way of running `model` whose logits are those of its own forward pass.
 
     kernels, deltas, writers, latents, shorts: builders of a GPU's kernels; a CPU has none. compile:
     compiles steps, where there are kernels. doing: told what is begun. vision: of a model that
-    sees; what is compared are texts.
+    sees; what is compared are texts. crew: the other ranks, where the model is one rank's share; it
+    is then run as a module, since our decoder reads whole models.
 
     Raises:
         ModelNotSupported: the model's own pass fails on this machine, or gives no numbers.
     """
     doing("it is run as it is, to compare with")
-    compute_chunks(model)
+    modules = Ways(model, page_size, kernels, writers, compile)
+    if crew is not None:
+        crew.tell(Refer(page_size))
     reference = Reference.of(model, page_size)
-    built = KernelSet(kernels, build_writer=writers)
-    build = partial(
-        FusedDecoder.build,
-        model,
-        page_size,
-        built.find,
-        compile=compile,
-        deltas=deltas,
-        latents=latents,
-        shorts=shorts,
-        mrope=None if vision is None else vision.mrope,
-    )
-    forward = _first_right(model, built, build, reference, compile, doing, vision)
+    modules.check_chunks(doing)
+    if crew is None:
+        build = partial(
+            FusedDecoder.build,
+            model,
+            page_size,
+            modules.kernels.find,
+            compile=compile,
+            deltas=deltas,
+            latents=latents,
+            shorts=shorts,
+            mrope=None if vision is None else vision.mrope,
+        )
+        ways = _ways(modules, build, reference, doing, vision)
+    else:
+        reference.before_more = partial(crew.tell, Refer(page_size, again=True))
+        ways = [
+            partial(_compared, partial(_in_group, crew, modules, *way, vision), reference)
+            for way in MODULES
+        ]
+    forward = _first_right(model, ways, modules, doing) or _by_row(modules, vision, crew)
     if forward.looks_ahead or mx.default_device() == mx.gpu:
         # Sampling kernels are compiled and checked here, not in the step of the first row that
         # draws.
@@ -108,45 +123,127 @@ def choose(  # noqa: PLR0917
     return forward
 
 
-def _first_right(  # noqa: PLR0917
-    model: nn.Module,
-    built: KernelSet,
+MODULES = (
+    (KeyAccess.PAGES, True),
+    (KeyAccess.HANDED_ON, True),
+    (KeyAccess.PAGES, False),
+    (KeyAccess.HANDED_ON, False),
+    (KeyAccess.GATHERED, True),
+    (KeyAccess.GATHERED, False),
+    (KeyAccess.GROUPED, True),
+    (KeyAccess.GROUPED, False),
+)
+"""Ways of running a module over pages, the fastest first: its reading, and whether by kernels."""
+
+
+class Ways:
+    """Ways of running mlx-lm's module `model` on this machine, in pages of so many tokens.
+
+    build, writers: builders of a GPU's kernels. compile: compiles steps, where there are kernels.
+
+    Attributes:
+        kernels: those of this model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        page_size: int,
+        build: BuildKernels = attention.build,
+        writers: BuildWriter = attention.build_writer,
+        compile: Compile = mx.compile,
+    ) -> None:
+        compute_chunks(model)
+        self.model = model
+        self.page_size = page_size
+        self.kernels = KernelSet(build, build_writer=writers)
+        self._compile = compile
+
+    def check_chunks(self, doing: Doing = unheard) -> None:
+        """Check a GPU's kernels for prompts."""
+        if mx.default_device() == mx.gpu:
+            shapes = list(attention_shapes(self.model, self.page_size))
+            for shape in counted(doing, "kernels for prompts are checked", shapes):
+                self.kernels.chunks(shape)
+
+    def make(
+        self, reading: KeyAccess | None, by_kernels: bool, vision: VisionTraits | None
+    ) -> Forward:
+        """Return the module over pages: all tokens in one pass if all that layers keep is on pages
+        and attention reads it there, else rows and chunks apart. Without a `reading`, return the
+        module with each row alone.
+
+        Raises:
+            NotApplicable: pages cannot hold what the module's layers keep.
+        """
+        if reading is None:
+            return AloneForward(self.model, vision)
+        kernels = self.kernels if by_kernels else None
+        over: type[RaggedForward | SeparateForward] = SeparateForward
+        if reading not in GATHERING:
+            if None not in shapes_of(self.model):
+                over = RaggedForward
+            elif reading is KeyAccess.HANDED_ON:
+                raise NotApplicable("layers that keep another state hand nothing on")
+        return over(self.model, self.page_size, reading, kernels, self._compile, vision=vision)
+
+
+def _ways(
+    modules: Ways,
     build: Callable[[], FusedDecoder | Unsupported],
     reference: Reference,
-    compile: Compile,
     doing: Doing,
     vision: VisionTraits | None,
-) -> Forward:
-    page_size = reference.page_size
-    if mx.default_device() == mx.gpu:
-        shapes = list(attention_shapes(model, page_size))
-        for shape in counted(doing, "kernels for prompts are checked", shapes):
-            built.chunks(shape)
-    over = partial(_over_pages, model, page_size, compile, vision=vision)
+) -> list[Callable[[], Forward]]:
+    """Return the ways of running a whole model, the fastest first."""
+    model, kernels = modules.model, modules.kernels
     mrope = None if vision is None else vision.mrope
-    others: list[Callable[[], Forward]] = [
-        partial(over, KeyAccess.PAGES, built),
-        partial(over, KeyAccess.HANDED_ON, built),
-        lambda: join(model, page_size, mrope),
-        partial(over, KeyAccess.PAGES, None),
-        partial(over, KeyAccess.HANDED_ON, None),
-        *(
-            partial(over, reading, kernels)
-            for reading in (KeyAccess.GATHERED, KeyAccess.GROUPED)
-            for kernels in (built, None)
-        ),
-    ]
-    ways = [
-        partial(_fused, model, built, build, reference, doing),
+    others: list[Callable[[], Forward]] = [partial(modules.make, *way, vision) for way in MODULES]
+    others.insert(2, lambda: join(model, modules.page_size, mrope))
+    return [
+        partial(_fused, model, kernels, build, reference, doing),
         *(partial(_compared, make, reference) for make in others),
     ]
+
+
+def _in_group(
+    crew: Crew,
+    modules: Ways,
+    reading: KeyAccess | None,
+    by_kernels: bool,
+    vision: VisionTraits | None,
+) -> GroupForward:
+    """Return a way of running rank 0's share, with the other ranks following.
+
+    Raises:
+        NotApplicable: some rank can't run its share so.
+    """
+    eyes = None if vision is None else Eyes(vision.mrope, vision.levels)
+    refused = crew.ask(Make(modules.page_size, reading, by_kernels, eyes))
+    inner = modules.make(reading, by_kernels, vision)
+    if (reason := next(filter(None, refused), None)) is not None:
+        raise NotApplicable(reason)
+    return GroupForward(inner, crew)
+
+
+def _by_row(modules: Ways, vision: VisionTraits | None, crew: Crew | None) -> Forward:
+    """Return the module with each row alone."""
+    if crew is None:
+        return modules.make(None, False, vision)
+    return _in_group(crew, modules, None, False, vision)
+
+
+def _first_right(
+    model: nn.Module, ways: Sequence[Callable[[], Forward]], modules: Ways, doing: Doing
+) -> Forward | None:
+    """Return the first of the ways that is right; None if none is."""
     name, reasons = type(model).__module__, []
     for way in counted(doing, "a way to run it is compared", ways):
         try:
             forward = way()
         except (NotApplicable, *WRONG) as error:
             log.debug("%s: %s", name, error)
-            built.order.forget()
+            modules.kernels.order.forget()
             reasons.append(str(error))
             continue
         if isinstance(forward, RaggedForward) and forward.looks_ahead:
@@ -159,30 +256,7 @@ def _first_right(  # noqa: PLR0917
         name,
         "; ".join(dict.fromkeys(reasons)),
     )
-    return AloneForward(model, vision)
-
-
-def _over_pages(
-    model: nn.Module,
-    page_size: int,
-    compile: Compile,
-    reading: KeyAccess,
-    kernels: KernelSet | None,
-    *,
-    vision: VisionTraits | None,
-) -> RaggedForward | SeparateForward:
-    """Return the module over pages: all tokens in one pass if all that layers keep is on pages and
-    attention reads it there, else rows and chunks apart.
-
-    Raises:
-        NotApplicable: pages cannot hold what the module's layers keep.
-    """
-    if reading not in GATHERING:
-        if None not in shapes_of(model):
-            return RaggedForward(model, page_size, reading, kernels, compile, vision=vision)
-        if reading is KeyAccess.HANDED_ON:
-            raise NotApplicable("layers that keep another state hand nothing on")
-    return SeparateForward(model, page_size, reading, kernels, compile, vision=vision)
+    return None
 
 
 def _compared(make: Callable[[], Forward], reference: Reference) -> Forward:
@@ -193,9 +267,10 @@ def _compared(make: Callable[[], Forward], reference: Reference) -> Forward:
             by attention over pages.
     """
     forward = make()
-    rows = forward.rows if isinstance(forward, OverPages) else None
+    module = forward.inner if isinstance(forward, GroupForward) else forward
+    rows = module.rows if isinstance(module, OverPages) else None
     disagreement = _disagreement(forward, rows, reference)
-    layers = forward.layers if isinstance(forward, OverPages) else ()
+    layers = module.layers if isinstance(module, OverPages) else ()
     if disagreement is None and any(layer.unread for layer in layers):
         # An example is an indexer, whose choice matters only far into a text.
         disagreement = "what a layer keeps is not read by attention over pages"
@@ -214,7 +289,7 @@ def _disagreement(forward: Forward, rows: ModuleSteps | None, reference: Referen
     """
     if rows is None:
         return reference.disagreement(forward)
-    kinds = rows.kinds
+    kinds = forward.compiling(rows.kinds) if isinstance(forward, GroupForward) else rows.kinds
     kinds.early = True
     try:
         wrong = reference.disagreement(forward)

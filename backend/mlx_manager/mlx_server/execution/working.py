@@ -24,6 +24,13 @@ def _widths(model: nn.Module) -> list[int]:
 
 
 def working_bytes(model: nn.Module, forward: Forward | None, tokens: int, rows: int) -> int:
+    """Return an estimate of the bytes that a step of so many tokens holds at its peak, in all
+    processes that run it in this memory. See `_own_bytes`."""
+    copies = 1 if forward is None else forward.copies
+    return copies * _own_bytes(model, forward, tokens, rows)
+
+
+def _own_bytes(model: nn.Module, forward: Forward | None, tokens: int, rows: int) -> int:
     """Return an estimate of the bytes that a step of so many tokens holds at its peak.
 
     rows: the number of tokens whose logits the step makes. forward: the way the model is run; None

@@ -370,6 +370,7 @@ class ModelPoolManager:
             thinks=facts.thinks,
             input_modalities=facts.input_modalities,
             draft_model=facts.draft_model,
+            devices=facts.devices,
         )
 
     async def _on_disk(self, look: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

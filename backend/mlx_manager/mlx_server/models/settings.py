@@ -226,8 +226,9 @@ class Recipe:
     """The settings that a model is loaded by: if one changes, the model must be loaded again.
 
     base: the id or folder of its weights; None: its own name. adapter: a folder in mlx-lm's format.
-    context_length: a lower limit than the model's own. weights: None: the server's setting.
-    draft_model: the id or folder of a model that drafts for it; None: the server's setting.
+    context_length: a lower limit than the model's own. weights, devices: None: the server's
+    setting. draft_model: the id or folder of a model that drafts for it; None: the server's
+    setting. hostfile: the machines that it is spread over, in the form of `mlx.launch`'s.
     """
 
     base: str | None = None
@@ -235,6 +236,8 @@ class Recipe:
     context_length: int | None = None
     weights: Literal["auto", "keep", "dequantize"] | None = None
     draft_model: str | None = None
+    devices: int | None = None
+    hostfile: Path | None = None
 
 
 AS_IT_IS = Recipe()
@@ -245,9 +248,9 @@ class ModelSettings:
     """One model's table. ttl: seconds without use until it is unloaded; None: the server's setting.
     warm: files with system messages that are read when the model is loaded.
 
-    The first five settings make up its `recipe`. A name with a base and without an adapter, a form
-    of weights or a draft model of its own is a preset: it shares the base's engine, KV pages and
-    prefix cache, and its table applies to the requests that name it.
+    The first seven settings make up its `recipe`. A name with a base and without an adapter, a form
+    of weights, a draft model or devices of its own is a preset: it shares the base's engine, KV
+    pages and prefix cache, and its table applies to the requests that name it.
 
     url: addresses of servers on other machines that have the model. key_env: the environment's
     variable with the key for them. remote_model: the model's name there. kind: its purpose, where
@@ -261,6 +264,8 @@ class ModelSettings:
     context_length: Annotated[int, Field(strict=True, ge=1)] | None = None
     weights: Literal["auto", "keep", "dequantize"] | None = None
     draft_model: Annotated[Name, AfterValidator(_id_or_folder)] | None = None
+    devices: Annotated[int, Field(strict=True, ge=1)] | None = None
+    hostfile: Annotated[Path, BeforeValidator(_filled), AfterValidator(_beside)] | None = None
     aliases: tuple[Name, ...] = ()
     pinned: Switch = False
     preload: Switch = False
@@ -279,8 +284,8 @@ class ModelSettings:
 
     @property
     def is_preset(self) -> bool:
-        own = self.adapter, self.weights, self.draft_model
-        return self.base is not None and own == (None, None, None)
+        own = (self.adapter, self.weights, self.draft_model, self.devices, self.hostfile)
+        return self.base is not None and all(each is None for each in own)
 
     @property
     def overlay(self) -> Overlay:
@@ -295,7 +300,15 @@ class ModelSettings:
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(self.base, self.adapter, self.context_length, self.weights, self.draft_model)
+        return Recipe(
+            self.base,
+            self.adapter,
+            self.context_length,
+            self.weights,
+            self.draft_model,
+            self.devices,
+            self.hostfile,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +397,8 @@ HERE_ONLY: tuple[str, ...] = (
     "ttl",
     "warm",
     "draft_model",
+    "devices",
+    "hostfile",
 )
 """Settings of models that are loaded here."""
 ELSEWHERE_ONLY: tuple[str, ...] = ("key_env", "remote_model", "kind", "timeout")

@@ -59,7 +59,8 @@ class AdminModel(Wire):
     of it has passed. outdated: its settings changed, and it will be loaded anew once it is idle.
     memory: what it holds, by purpose. acceptance: the part of the tokens that were tried ahead that
     was drawn, null if none was tried. servers: the other machines that have it; none if it is
-    loaded here. draft_model: what guesses some of them, null if it is not loaded.
+    loaded here. draft_model: what guesses some of them, null if it is not loaded. devices: the
+    number that it is spread over, null while it is not loaded.
     """
 
     id: str
@@ -84,6 +85,7 @@ class AdminModel(Wire):
     acceptance: float | None
     servers: list[ModelServer]
     draft_model: str | None
+    devices: int | None = None
 
 
 class AdminMemory(Wire):

@@ -7,12 +7,9 @@ inherited socket. It ends with its connection.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import faulthandler
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
@@ -48,6 +45,8 @@ from mlx_manager.mlx_server.workers.messages import (
     Tokenize,
     WorkerFigures,
 )
+from mlx_manager.mlx_server.workers.process import LogSettings
+from mlx_manager.mlx_server.workers.program import begin
 from mlx_manager.mlx_server.workers.rows import ServedRows, failure
 
 if TYPE_CHECKING:
@@ -62,8 +61,6 @@ ASKED_AT_ONCE = 2
 """Questions to the tokenizer at once, which can't be ended; keys take turns."""
 PULSE = 0.5
 """Seconds between two signs of life while there is work."""
-DIE_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG of Linux's prctl(2)."""
 
 
 class Host:
@@ -223,36 +220,29 @@ def tokenized(backend: TextBackend | EncoderBackend, asked: Tokenize) -> Tokeniz
     return Tokenized(found.ids, found.context_length, found.texts() if asked.texts else ())
 
 
-def make_model(send: Callable[[object], None]) -> Model:
+def make_model(log_settings: LogSettings, send: Callable[[object], None]) -> Model:
     """Import MLX and all that a model needs, which takes a second or two."""
     from mlx_manager.mlx_server.workers.model import Model
 
     # What has been imported by now stays: to look through it again would stop every step.
     gc.collect()
     gc.freeze()
-    return Model(send)
+    return Model(send, log_settings=log_settings)
 
 
-async def serve(end: socket.socket) -> None:
-    await Host(end, make_model).serve()
+async def serve(end: socket.socket, log_settings: LogSettings) -> None:
+    await Host(end, partial(make_model, log_settings)).serve()
 
 
 def main(arguments: list[str]) -> None:
     """Serve until the server ends the connection, or ends."""
-    from mlx_manager.mlx_server.observability import logs
     from mlx_manager.mlx_server.utils.loops import loop_factory
 
-    number, name, level, form = arguments
-    faulthandler.enable()
-    if sys.platform == "linux":
-        # Also where it hangs in native code and nobody reads the connection's end.
-        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-    if level:
-        logs.configure(level, "json" if form == "json" else "pretty", worker=name)
-        if form == "json":
-            logs.capture_output()
+    end = begin(arguments)
+    _, _, level, form = arguments
+    log_settings = LogSettings(level, "json" if form == "json" else "pretty")
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(serve(socket.socket(fileno=int(number))))
+        runner.run(serve(end, log_settings))
     # Daemon threads may be within native code, which does not survive the interpreter's end.
     logging.shutdown()
     os._exit(0)

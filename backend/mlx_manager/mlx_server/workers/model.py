@@ -14,6 +14,7 @@ from typing import Any
 from mlx_manager.mlx_server.backends.embedding import EncoderBackend, prepare_encoder
 from mlx_manager.mlx_server.backends.text import TextBackend, prepare
 from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.devices.group import RankHosts, check_devices, here
 from mlx_manager.mlx_server.encoders.encoder import EncoderModel
 from mlx_manager.mlx_server.encoders.loading import (
     LoadedEncoder,
@@ -26,6 +27,7 @@ from mlx_manager.mlx_server.engine.scheduler.step_size import least_working
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import ModelLoadFailed, ServerNotReady, UnsupportedParameter
 from mlx_manager.mlx_server.execution.decoder.packed import multiplies_packed
+from mlx_manager.mlx_server.execution.select import choose
 from mlx_manager.mlx_server.models.facts import ModelFacts
 from mlx_manager.mlx_server.models.loading.draft import (
     PreparedDraft,
@@ -42,6 +44,7 @@ from mlx_manager.mlx_server.models.loading.load import (
     prepared_text,
     weights_line,
 )
+from mlx_manager.mlx_server.models.loading.shards import held
 from mlx_manager.mlx_server.text.grammar.sandbox import Sandbox
 from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
@@ -55,8 +58,11 @@ from mlx_manager.mlx_server.utils.memory import (
     set_memory_limit,
     wire,
 )
+from mlx_manager.mlx_server.workers.hosts import read_hostfile
 from mlx_manager.mlx_server.workers.memory import GrantedMemory
 from mlx_manager.mlx_server.workers.messages import Doing, GiveBack, Granted, Hello, Prepare
+from mlx_manager.mlx_server.workers.process import NO_LOG, LogSettings
+from mlx_manager.mlx_server.workers.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -77,22 +83,24 @@ class Ready:
     def draft_bytes(self) -> int:
         return 0 if self.draft is None else self.draft.checked.nbytes
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the weights' files, the draft model's included."""
-        return self.prepared.checked.nbytes + self.draft_bytes
-
 
 class Model:
     """The one model of this process, and what it takes: thread, memory, sandbox.
 
-    alone: whether MLX's limit of this process is this model's.
+    alone: whether MLX's limit of this process is this model's. log_settings: those of the processes
+    of other ranks.
 
     Attributes:
         backend: what answers; None before the load.
     """
 
-    def __init__(self, send: Callable[[object], None], *, alone: bool = True) -> None:
+    def __init__(
+        self,
+        send: Callable[[object], None],
+        *,
+        alone: bool = True,
+        log_settings: LogSettings = NO_LOG,
+    ) -> None:
         self.thread = MLXThread()
         self.thread.start()
         self.ledger = Ledger(0)
@@ -101,6 +109,8 @@ class Model:
         self._send = send
         self._sandbox = Sandbox()
         self._alone = alone
+        self._log_settings = log_settings
+        self._ranks: Ranks | None = None
         self._ready: Ready | None = None
 
     @property
@@ -138,8 +148,33 @@ class Model:
             ModelLoadFailed: it can't be loaded; the subclasses tell why.
         """
         self.memory.begin(asked.memory)
+        self._spread(asked)
         self._ready = await DaemonThreads(1).run(partial(self._prepared, asked))
-        return self._ready.nbytes
+        return self._needed(self._ready)
+
+    def _needed(self, ready: Ready) -> int:
+        """Return the bytes of the weights' files in this memory, the draft model's included."""
+        return held(ready.prepared.checked.nbytes, self._ranks) + ready.draft_bytes
+
+    def _spread(self, asked: Prepare) -> None:
+        """Start the other ranks' processes, if the model is to run on several devices.
+
+        Raises:
+            ModelLoadFailed: there are not as many devices, or processes.
+        """
+        hosts, name = hosts_of(asked), asked.source.id
+        size = len(hosts.hosts)
+        if size == 1 or self._ranks is not None:
+            return
+        if asked.recipe.hostfile is None:
+            check_devices(name, size)
+        try:
+            self._ranks = Ranks(name, hosts, self._log_settings, asked.limits.silence)
+        except OSError as error:
+            raise ModelLoadFailed(
+                f"The processes for {size} devices can't be started for {name}: {error}."
+            ) from error
+        self._ranks.enlist(asked)
 
     async def load(self) -> ModelFacts:
         """Load the model that has been prepared, in the memory that is granted for it.
@@ -157,12 +192,19 @@ class Model:
             # Who asks for it hears what is wrong.
             with suppress(UnsupportedParameter):
                 await DaemonThreads(1).run(self.backend.make_ahead)
-        return facts_of(loaded, self.served, perf_counter() - begun)
+        facts = facts_of(loaded, self.served, perf_counter() - begun)
+        if (ranks := self._ranks) is None:
+            return facts
+        ranks.watch()
+        nbytes = facts.nbytes * ranks.size // ranks.copies
+        return replace(facts, devices=ranks.size, nbytes=nbytes)
 
     def broken(self) -> str | None:
         """Return why nothing can be computed here any more; None if it can."""
         if (lost := self.thread.lost_gpu) is not None:
             return f"the GPU takes no more work from it ({lost})"
+        if self._ranks is not None and (lost := self._ranks.broken) is not None:
+            return lost
         return None if self.thread.alive else "its MLX thread has ended"
 
     def granted(self, message: Granted) -> None:
@@ -188,6 +230,8 @@ class Model:
             closing = asyncio.create_task(self.thread.call(self.backend.close))
             await asyncio.wait([closing], timeout=CLOSING)
         self._sandbox.close()
+        if self._ranks is not None:
+            self._ranks.close()
         await asyncio.to_thread(self.thread.close, CLOSING)
 
     def _doing(self, what: str) -> None:
@@ -214,6 +258,10 @@ class Model:
         if isinstance(prepared, PreparedEncoder):
             raise ModelLoadFailed(f"{name} generates nothing: no draft_model can draft for it.")
         try:
+            if self._ranks is not None:
+                raise ModelLoadFailed(
+                    f"{name} is spread over devices: no draft_model drafts for it."
+                )
             return prepared_draft(
                 name,
                 prepared.tokenizer,
@@ -231,7 +279,7 @@ class Model:
     def _bring(self, ready: Ready) -> LoadedModel | LoadedEncoder:
         """Read the weights and make the backend. On the MLX thread, which waits for memory."""
         self.memory.waits = True
-        asked, nbytes = ready.asked, ready.nbytes
+        asked, nbytes = ready.asked, self._needed(ready)
         name = asked.source.id
         self._doing("room is made for it")
         # From here on MLX's limit moves with the ledger's.
@@ -278,6 +326,7 @@ class Model:
                     foresight=foresight,
                     prepared=prepared,
                     beside=ready.draft_bytes,
+                    spread=self._ranks,
                     doing=self._doing,
                 )
                 draft = None
@@ -285,7 +334,10 @@ class Model:
                     draft = partial(
                         load_draft, ready.draft, limits, ledger, foresight, doing=self._doing
                     )
-                self.backend = prepare(
+                made = prepare
+                if self._ranks is not None:
+                    made = partial(prepare, choice=partial(choose, crew=self._ranks))
+                self.backend = made(
                     loaded,
                     self.thread,
                     engine,
@@ -301,6 +353,32 @@ class Model:
 
 def is_encoder(asked: Prepare) -> bool:
     return asked.source.kind in ("embedding", "reranker")
+
+
+def hosts_of(asked: Prepare) -> RankHosts:
+    """Return the machines of the devices that the model is spread over. One that only reads has one
+    device.
+
+    Raises:
+        ModelLoadFailed: its own settings name more for such a model, or its hostfile is wrong.
+    """
+    own, file = asked.recipe.devices, asked.recipe.hostfile
+    if is_encoder(asked):
+        if file is None and own in (None, 1):
+            return here(1)
+        raise ModelLoadFailed(
+            f"{asked.source.id} only reads, and such models run on one device; its settings name "
+            "more (`devices`, `hostfile`)."
+        )
+    if file is None:
+        return here(own or asked.limits.devices)
+    hosts = read_hostfile(file)
+    if own not in (None, len(hosts.hosts)):
+        raise ModelLoadFailed(
+            f"The settings of {asked.source.id} say `devices = {own}`, and the hostfile {file} has "
+            f"{len(hosts.hosts)} hosts."
+        )
+    return hosts
 
 
 def working_bytes(limits: EngineLimits, model: Any, context_length: int) -> int:

@@ -7,9 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -54,26 +56,18 @@ class LogSettings:
 
 
 NO_LOG = LogSettings()
+NO_VARIABLES: Mapping[str, str] = {}
 
 
 class WorkerProcess:
-    """A process of its own group: Ctrl-C is the server's to heed."""
+    """A process of a worker's.
 
-    def __init__(self, end: socket.socket, name: str, log: LogSettings) -> None:
-        command = [sys.executable, "-P", "-m", PROGRAM, str(end.fileno()), name, log.level]
-        # A program that was started without stderr may have given its number to another file.
-        log_end = subprocess.DEVNULL if sys.__stderr__ is None else 2
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [*command, log.form],
-            pass_fds=[end.fileno()],
-            stdin=subprocess.DEVNULL,
-            # Its stdout is the server's log: what libraries print is no answer of the server's.
-            stdout=log_end,
-            stderr=log_end,
-            start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        )
+    apart: whether the process begins a group of processes, which ends as a whole.
+    """
+
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]], apart: bool) -> None:
+        self._process = start()
+        self._apart = apart
 
     @property
     def pid(self) -> int:
@@ -84,6 +78,11 @@ class WorkerProcess:
             self._process.send_signal(signal.SIGABRT)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(LAST_WORDS)
+        if self._apart:
+            # Its other ranks, too, if it has any. The group has the number of a process that may
+            # have ended, but has not been waited for.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
 
     def wait(self) -> str:
@@ -93,16 +92,73 @@ class WorkerProcess:
             return "it hangs, and the system can't end it"
 
 
-def start_process(name: str, log: LogSettings) -> tuple[socket.socket, Process]:
+def start_process(
+    name: str,
+    log: LogSettings,
+    *,
+    program: str = PROGRAM,
+    environment: Mapping[str, str] = NO_VARIABLES,
+    apart: bool = True,
+) -> tuple[socket.socket, Process]:
     """Start a worker; returns this side's end of the connection.
+
+    program: the module that is run. environment: variables of its own. apart: the process begins a
+    group of processes: Ctrl-C is the server's to heed.
 
     Raises:
         OSError: the system starts no more processes.
     """
+
+    def start(end: socket.socket) -> subprocess.Popen[bytes]:
+        command = [sys.executable, *arguments(program, str(end.fileno()), name, log)]
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return subprocess.Popen(
+            command,
+            pass_fds=[end.fileno()],
+            stdin=subprocess.DEVNULL,
+            # Its stdout is the server's log: what libraries print is no answer of the server's.
+            stdout=log_end(),
+            stderr=log_end(),
+            start_new_session=apart,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        )
+
+    return _started(start, apart)
+
+
+def start_by(command: Sequence[str]) -> tuple[socket.socket, Process]:
+    """Start a program that speaks by its standard input and output; returns this side's end of the
+    connection.
+
+    Raises:
+        OSError: there is no such program, or the system starts no more processes.
+    """
+
+    def start(end: socket.socket) -> subprocess.Popen[bytes]:
+        number = end.fileno()
+        return subprocess.Popen(command, stdin=number, stdout=number, stderr=log_end())
+
+    return _started(start, False)
+
+
+def arguments(program: str, end: str, name: str, log: LogSettings) -> list[str]:
+    """Return the arguments with which Python runs a worker's program; see `program.begin`."""
+    return ["-P", "-m", program, end, name, log.level, log.form]
+
+
+def log_end() -> int:
+    """Return where the log goes. A program that was started without stderr may have given its
+    number to another file."""
+    return subprocess.DEVNULL if sys.__stderr__ is None else 2
+
+
+def _started(
+    start: Callable[[socket.socket], subprocess.Popen[bytes]], apart: bool
+) -> tuple[socket.socket, Process]:
     ours, theirs = socket.socketpair()
     with theirs:
         try:
-            return ours, _STARTER.submit(WorkerProcess, theirs, name, log).result()
+            return ours, _STARTER.submit(WorkerProcess, partial(start, theirs), apart).result()
         except OSError:
             ours.close()
             raise

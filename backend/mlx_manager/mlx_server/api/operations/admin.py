@@ -178,6 +178,7 @@ def admin_model(status: ModelStatus, figures: Mapping[str, Any]) -> AdminModel:
         acceptance=engine["accepted_tokens"] / tried if tried else None,
         servers=servers_of(status),
         draft_model=status.draft_model,
+        devices=status.devices,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.execution.forward import PageStore
 
 
 class Stores:
@@ -15,7 +15,7 @@ class Stores:
         disturb: called when pages have been copied, which the step under way waits for.
     """
 
-    def __init__(self, stores: Sequence[LayerStore], disturb: Callable[[], None]) -> None:
+    def __init__(self, stores: Sequence[PageStore], disturb: Callable[[], None]) -> None:
         self._stores = stores
         self._disturb = disturb
 

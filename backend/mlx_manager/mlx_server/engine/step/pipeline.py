@@ -20,8 +20,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import Protocol
 
-import mlx.core as mx
-
 from mlx_manager.mlx_server.core import TokenLogprob
 from mlx_manager.mlx_server.engine.scheduler.schedule import Schedule
 from mlx_manager.mlx_server.engine.step.runner import LaunchedStep, SampledStep
@@ -58,6 +56,10 @@ class Stages(Protocol):
 
     def finish(self) -> None:
         """Give the device the rest of what was launched."""
+        ...
+
+    def queue(self, launched: LaunchedStep) -> None:
+        """Have the device compute a step's logits already."""
         ...
 
     def sample(self, launched: LaunchedStep) -> SampledStep: ...
@@ -146,7 +148,7 @@ class LookAhead(Pipeline):
             self._finish(last)
         if self.launched is not None and self.launched.batch.needs_host and last in self.in_flight:
             # Masks and penalties are found while the device computes the logits they apply to.
-            mx.async_eval(self.launched.logits)  # type: ignore[no-untyped-call]
+            self._stages.queue(self.launched)
             self._collect(last)
         self._sample()
         self._collect(last)

@@ -89,8 +89,14 @@ class ModelRunner:
                 batch = Batch([*batch.rows, *verified, *joining], drafts)
         return LaunchedStep(batch, logits, schedule.load, scores)
 
+    def queue(self, launched: LaunchedStep) -> None:
+        """Queue a step's logits."""
+        self._forward.queue()
+        mx.async_eval(launched.logits)  # type: ignore[no-untyped-call]
+
     def sample(self, launched: LaunchedStep) -> SampledStep:
         """Queue a step whole, its tokens included. On a CPU this computes most of it."""
+        self._forward.queue()
         batch, logits, scores = launched.batch, launched.logits, launched.scores
         if not batch.rows:
             # With nothing to draw, something must still be waited for.

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,14 @@ from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
 from mlx_manager.mlx_server.models.checkpoint.weight_files import check_safetensors
 from mlx_manager.mlx_server.models.facts import WeightsForm
 from mlx_manager.mlx_server.models.loading.layout import lay_out
+from mlx_manager.mlx_server.models.loading.shards import (
+    ReadShare,
+    Spread,
+    check_shared,
+    copies_of,
+    held,
+    shard,
+)
 from mlx_manager.mlx_server.models.loading.timing import fastest
 from mlx_manager.mlx_server.models.loading.tokenizers import read_tokenizer
 from mlx_manager.mlx_server.models.loading.vision import load_vision, tower_bytes
@@ -61,7 +70,7 @@ log = logging.getLogger(__name__)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
 ADAPTER_KEYS = ("num_layers", "lora_parameters")
 KV_SHARE = 0.2
-"""Share of the memory limit that a conversion of the weights leaves for KV pages."""
+"""ReadShare of the memory limit that a conversion of the weights leaves for KV pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +127,14 @@ def load(
     foresight: Foresight = NONE,
     prepared: PreparedText | None = None,
     beside: int = 0,
+    spread: Spread | None = None,
     doing: Doing = unheard,
 ) -> LoadedModel:
     """Load a model, on the MLX thread.
 
-    prepared: that of `prepared_text` for the same source and recipe. beside: bytes still to be
-    loaded, of a draft model. doing: called with each stage that begins.
+    prepared: the result of `prepared_text` for the same source and recipe. beside: bytes still to
+    be loaded, of a draft model. spread: the devices that share the weights; None: this one has them
+    all. doing: called with each stage that begins.
 
     The weights are in the ledger as `weights:<id>`, unless the load raises.
 
@@ -138,19 +149,19 @@ def load(
     with explained(source.id):
         ready = prepared or prepared_text(source, limits, recipe, ledger.total, doing=doing)
         checked, tokenizer, adapter = ready.checked, ready.tokenizer, ready.adapter
-        check_room(source.id, checked.nbytes, ledger)
+        nbytes = held(checked.nbytes, spread)
+        check_room(source.id, nbytes, ledger)
         doing("its modules are made")
-        model, config = build(checked.plan)
+        model, config = made(source.id, checked, spread)
     beside += tower_bytes(checked.plan)
-    working = beside + foresight.least_working(model, checked.context_length)
-    check_steps(source.id, model, working, ledger)
-    with granted(source.id, checked.nbytes, ledger), explained(source.id):
+    working = foresight.least_working(model, checked.context_length) * copies_of(spread)
+    check_steps(source.id, held(bytes_of(model), spread) + working + beside, ledger)
+    with granted(source.id, nbytes, ledger), explained(source.id):
         doing("its weights are read")
         if recipe.adapter is not None:
             model = adapted(model, recipe.adapter)
-        weights, nbytes = settle(
-            model, source.id, limits, ledger, foresight, beside=beside, doing=doing
-        )
+        settled = partial(settle, foresight=foresight, beside=beside, spread=spread, doing=doing)
+        weights, nbytes = settled(model, source.id, limits, ledger)
         vision = load_vision(source.id, checked.plan, tokenizer, model, ledger, doing=doing)
         nbytes += 0 if vision is None else bytes_of(vision.tower.module)
         ledger.record(weights_line(source.id), nbytes)
@@ -171,6 +182,20 @@ def load(
         )
 
 
+def made(
+    model_id: str, checked: CheckedText, spread: Spread | None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model's modules, their weights not yet read, and its config.
+
+    Raises:
+        ModelNotSupported: it is to be spread over devices, and can't be.
+    """
+    model, config = build(checked.plan)
+    if spread is not None:
+        check_shared(model_id, model, checked.folder.model_type)
+    return model, config
+
+
 def settle(
     model: nn.Module,
     model_id: str,
@@ -180,18 +205,27 @@ def settle(
     *,
     beside: int = 0,
     line: str | None = None,
+    spread: Spread | None = None,
     doing: Doing = unheard,
 ) -> tuple[WeightsForm, int]:
     """Bring the weights into memory in the fastest form. Return the form, and the bytes, which the
     ledger has from now on. beside: bytes that are still to be loaded. line: the ledger's; None:
-    `weights:<id>`."""
+    `weights:<id>`. spread: as in `load`."""
     doing("the fastest form of its weights is chosen")
     line = line or weights_line(model_id)
-    weights = settle_weights(model, line, limits, ledger, foresight, beside)
-    if default_device() == "cpu":
+    weights = settle_weights(model, line, limits, ledger, foresight, beside, spread)
+    if spread is not None:
+        shard(model_id, model, spread.group)
+        check_share(model_id, model, spread, ledger)
+        spread.begin(ReadShare(weights.name))
+    elif default_device() == "cpu":
         log.info("%s: %s", model_id, lay_out(model, doing=doing))
     evaluate(model, doing)
     nbytes = bytes_of(model)
+    if spread is not None:
+        doing("the other devices read their shares")
+        spread.wait()
+        nbytes *= spread.copies
     ledger.record(line, nbytes)
     mx.clear_cache()
     return weights, nbytes
@@ -344,6 +378,19 @@ def adapted(model: nn.Module, adapter: Path) -> nn.Module:
     return model
 
 
+def check_share(model_id: str, model: nn.Module, spread: Spread, ledger: Ledger) -> None:
+    """Reserve what the shares in this memory take beyond what has been granted: what every rank has
+    whole, such as embeddings.
+
+    Raises:
+        OutOfMemory: it is not left.
+    """
+    line, nbytes = weights_line(model_id), spread.copies * bytes_of(model)
+    more = nbytes - ledger.figures()[line]
+    if more > 0 and not ledger.reserve(line, more):
+        raise crowded(model_id, nbytes, ledger.available(), ledger.total)
+
+
 def settle_weights(  # noqa: PLR0917
     model: nn.Module,
     line: str,
@@ -351,8 +398,10 @@ def settle_weights(  # noqa: PLR0917
     ledger: Ledger,
     foresight: Foresight,
     beside: int = 0,
+    spread: Spread | None = None,
 ) -> WeightsForm:
-    """Choose the weights' form and convert them to it, lazily. line, beside: as in `settle`.
+    """Choose the weights' form and convert them to it, lazily. line, beside, spread: as in
+    `settle`.
 
     Raises:
         ModelTooLarge: the form asked for does not fit.
@@ -360,11 +409,18 @@ def settle_weights(  # noqa: PLR0917
     device = default_device()
     granted_bytes = ledger.figures()[line]
     room = granted_bytes + ledger.available() - int(KV_SHARE * ledger.limit) - beside
-    packed = foresight.multiplies_packed(model)
-    offered = forms_of(model, device, multiplies_packed=packed)
+    packed = spread is None and foresight.multiplies_packed(model)
+    offered = [
+        replace(form, nbytes=held(form.nbytes, spread))
+        for form in forms_of(model, device, multiplies_packed=packed)
+    ]
     forms, reason = shortlist(offered, limits.weights, room)
     form = next((form for form in forms if form.keeps), forms[0])
-    if form.keeps:
+    if spread is not None:
+        # Whole layers are timed, and no rank has any.
+        form = forms[-1] if device == "cpu" else forms[0]
+        reason = f"each of {spread.size} devices has its share"
+    elif form.keeps:
         reason = "few rows are multiplied as they are stored, many by dense weights"
     elif len(forms) > 1:
         form, reason = fastest(model, forms, device)
@@ -419,12 +475,13 @@ def check_size(model_id: str, nbytes: int, most: int) -> None:
         )
 
 
-def check_steps(model_id: str, model: nn.Module, working: int, ledger: Ledger) -> None:
+def check_steps(model_id: str, needed: int, ledger: Ledger) -> None:
     """Check as `check_room` that the weights and the steps' working memory can fit together.
+
+    needed: bytes of both.
 
     Raises: the errors of `check_room`.
     """
-    needed = bytes_of(model) + working
     said = f"The weights of {model_id} and what its steps work on take {sized(needed)}, and "
     if needed > ledger.total:
         raise ModelTooLarge(
@@ -449,3 +506,30 @@ def crowded(model_id: str, nbytes: int, left: int, limit: int) -> OutOfMemory:
         "left beside the models in use or pinned.",
         retry_after=10,
     )
+
+
+def read_share(source: ModelSource, limits: PoolLimits, recipe: Recipe) -> nn.Module:
+    """Make the modules of a model that several devices share, on a rank that rank 0 leads.
+
+    Raises:
+        ModelNotSupported, ModelLoadFailed: as `load`, which rank 0 does with the same files.
+    """
+    load_fast_blas()
+    with explained(source.id):
+        model, _ = build(checked_text(source, limits, recipe).plan)
+        return model if recipe.adapter is None else adapted(model, recipe.adapter)
+
+
+def take_share(
+    model: nn.Module, model_id: str, share: ReadShare, group: mx.distributed.Group
+) -> None:
+    """Bring a rank's share of the weights into memory, in rank 0's form.
+
+    Raises:
+        ModelNotSupported: it can't be divided among so many ranks.
+    """
+    forms = {form.name: form for form in forms_of(model, default_device())}
+    convert(model, forms[share.form])
+    shard(model_id, model, group)
+    evaluate(model)
+    mx.clear_cache()

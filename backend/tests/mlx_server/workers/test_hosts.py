@@ -1,0 +1,135 @@
+"""Hostfiles, and a model over two hosts that are two network namespaces of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from here import start_here
+from linux import needs_linux
+from spread import asking, drawn, spread_pool
+from thorough import slow
+from tiny_models import make_tiny_model
+
+from mlx_manager.mlx_server.devices.group import RankHost, RankHosts, members
+from mlx_manager.mlx_server.errors import ModelLoadFailed
+from mlx_manager.mlx_server.workers.hosts import cards, command, read_hostfile
+from mlx_manager.mlx_server.workers.process import NO_LOG
+
+ONE = {"ssh": "one", "ips": ["10.0.0.1"]}
+TWO = {"ssh": "two.local", "ips": ["10.0.0.2"]}
+RDMA = [ONE | {"rdma": [None, "rdma_en5"]}, TWO | {"rdma": ["rdma_en5", None]}]
+
+
+def written(path: Path, content: Any) -> Path:
+    file = path / "hosts.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+def test_a_list_of_hosts_is_a_ring_on_a_cpu_and_rank_0_is_here(tmp_path: Path) -> None:
+    hosts = read_hostfile(written(tmp_path, [ONE, TWO]))
+    assert hosts.backend == "ring"
+    assert [host.ssh for host in hosts.hosts] == [None, "two.local"]
+    first, second = members(hosts)
+    assert json.loads(second.files["MLX_HOSTFILE"]) == [["10.0.0.1:32323"], ["10.0.0.2:32324"]]
+    assert (first.environment["MLX_RANK"], second.environment["MLX_RANK"]) == ("0", "1")
+
+
+def test_jaccl_is_told_as_mlx_launch_tells_it(tmp_path: Path) -> None:
+    content = {"envs": ["MLX_METAL_FAST_SYNCH=1"], "hosts": RDMA}
+    hosts = read_hostfile(written(tmp_path, content))
+    member = members(hosts)[1]
+    assert member.backend == "jaccl"
+    assert member.environment == {
+        "MLX_METAL_FAST_SYNCH": "1",
+        "MLX_JACCL_COORDINATOR": "10.0.0.1:32323",
+        "MLX_RANK": "1",
+    }
+    assert json.loads(member.files["MLX_IBV_DEVICES"]) == [[None, "rdma_en5"], ["rdma_en5", None]]
+
+
+def test_ranks_of_one_host_have_a_gpu_each() -> None:
+    hosts = RankHosts("nccl", (RankHost(), RankHost(), RankHost("far"), RankHost("far")))
+    numbers = [each["CUDA_VISIBLE_DEVICES"] for each in cards(hosts)]
+    assert numbers == ["0", "1", "0", "1"]
+
+
+def test_another_host_is_asked_by_ssh_for_its_python() -> None:
+    host = RankHost("far", ("10.0.0.2",), python="/opt/my env/python")
+    asked = command(host, "a.program", "a model's rank 1", NO_LOG, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert asked[:2] == ["ssh", "-T"]
+    assert asked[-2] == "far"
+    assert asked[-1].startswith("exec env CUDA_VISIBLE_DEVICES=1 '/opt/my env/python' -P -m a.prog")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[", "can't be read"),
+        ("7", "must be a list of hosts"),
+        ([ONE], "must have two hosts or more"),
+        ([ONE, {"ips": ["10.0.0.2"]}], r"hosts\[1\].ssh"),
+        ([ONE, TWO | {"ssh": "-oProxyCommand=x"}], r"hosts\[1\].ssh"),
+        ([ONE, {"ssh": "two"}], r"hosts\[1\].ips"),
+        ([ONE, TWO | {"user": "me"}], r"'user' in hosts\[1\]; allowed are ips, python, rdma, ssh"),
+        ({"backend": "mpi", "hosts": [ONE, TWO]}, "'mpi'; allowed are ring, nccl, jaccl"),
+        ({"backend": "jaccl", "hosts": [ONE, TWO]}, "`rdma`"),
+        ({"envs": ["A"], "hosts": [ONE, TWO]}, "`envs`"),
+    ],
+)
+def test_a_hostfile_that_is_none_is_refused(tmp_path: Path, content: Any, reason: str) -> None:
+    with pytest.raises(ModelLoadFailed, match=reason) as refusal:
+        read_hostfile(written(tmp_path, content))
+    assert "hosts.json" in refusal.value.message
+
+
+@pytest.fixture
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A network namespace that stands for another host, and an `ssh` that runs commands there."""
+    name = f"far{os.getpid()}"
+    inside = f"ip -n {name}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("needs the right to make network namespaces")
+    program = tmp_path / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\nfor last; do :; done\nexec ip netns exec {name} sh -c "$last"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    try:
+        for line in (
+            f"ip link add {name}a type veth peer name {name}b netns {name}",
+            f"ip addr add 10.213.7.1/24 dev {name}a",
+            f"ip link set {name}a up",
+            f"{inside} addr add 10.213.7.2/24 dev {name}b",
+            f"{inside} link set {name}b up",
+            f"{inside} link set lo up",
+        ):
+            subprocess.run(line.split(), check=True)
+        yield name
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+@slow
+@needs_linux("network namespaces")
+async def test_two_hosts_draw_the_tokens_of_one(tmp_path: Path, far: str) -> None:
+    make_tiny_model(tmp_path / "m", "llama")
+    hosts = [{"ssh": "me", "ips": ["10.213.7.1"]}, {"ssh": far, "ips": ["10.213.7.2"]}]
+    written(tmp_path, hosts)
+    models = tmp_path / "models.toml"
+    models.write_text('[models.m]\nhostfile = "hosts.json"\n')
+    asked = [asking([1, 2, 3]), asking([9] * 40)]
+    async with spread_pool(tmp_path, 1, start=start_here) as one:
+        wanted = await drawn(one, "m", asked)
+    async with spread_pool(tmp_path, 1, models_file=models) as two:
+        assert await drawn(two, "m", asked) == wanted
+        assert (await two.status("m")).devices == 2

@@ -1,0 +1,144 @@
+"""Models spread over several devices: processes on this CPU, joined by MLX's ring."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from here import start_here
+from spread import GREEDY, asking, drawn, finished, spread_pool, text_of
+from thorough import slow
+from tiny_models import make_tiny_model
+from tiny_vision import make_seeing_model, picture
+
+from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.core import (
+    Conversation,
+    GenerationRequest,
+    JsonSchema,
+    Message,
+    Sampling,
+)
+from mlx_manager.mlx_server.workers.process import start_process
+
+SHARED = ["qwen3_moe", "qwen3"]
+MORE = ["qwen2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "glm4_moe", "minimax", "ministral3"]
+STILL_MORE = ["deepseek_v2", "deepseek_v32", "deepseek_v41", "longcat_flash", "qwen3_5"]
+PAGE_BYTES = 2 * 2 * 2 * 64 * 4 * 16
+"""Bytes of a page: two layers of two heads of 64, keys and values in float32, 16 tokens."""
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "old": {"type": "boolean"}},
+    "required": ["name", "old"],
+    "additionalProperties": False,
+}
+
+
+def prompts(rows: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of many lengths; some begin alike, for longer than a page."""
+    drawing = random.Random(seed)
+    begun = [drawing.randrange(256) for _ in range(40)]
+    return [
+        (begun if row % 3 == 0 else [])
+        + [drawing.randrange(256) for _ in range(drawing.randrange(1, 90))]
+        for row in range(rows)
+    ]
+
+
+def room(one: Mapping[str, int], pages: int) -> int:
+    """Return the memory for two ranks with so many pages, which keep as much together as one."""
+    return 2 * one["working"] + one["weights"] + pages * PAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    "family", [*SHARED, *(pytest.param(each, marks=slow) for each in MORE + STILL_MORE)]
+)
+async def test_two_ranks_draw_the_tokens_of_one_process(tmp_path: Path, family: str) -> None:
+    make_tiny_model(tmp_path / "m", family)
+    asked = [asking(ids) for ids in prompts(10)]
+    async with spread_pool(tmp_path, 1, start=start_here) as one:
+        wanted = await drawn(one, "m", asked)
+    async with spread_pool(tmp_path) as two:
+        got = await drawn(two, "m", asked)
+        assert await drawn(two, "m", asked[:3]) == wanted[:3]
+        assert (await two.status("m")).devices == 2
+    assert got == wanted
+
+
+async def test_pauses_prefixes_schemas_and_drafts_are_as_on_one_device(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "m", "llama", head_dim=64)
+    few = [asking(ids, 40) for ids in prompts(10)]
+    again = asking([1, 2, 3] * 20, 40, speculation="auto")
+    asked = Conversation((Message("user", "Who?"),))
+    schema, seeded = JsonSchema(json.dumps(SCHEMA)), Sampling(seed=7)
+    held = GenerationRequest("m", asked, seeded, constraint=schema, max_tokens=200)
+    limits = EngineLimits(speculation="on", prefill_chunk=64)
+    async with spread_pool(tmp_path, 1, limits, start_here) as one:
+        wanted = await drawn(one, "m", [*few, again])
+        await one.look()
+        known, said = (await one.status("m")).memory, await text_of(one, "m", held)
+    async with spread_pool(tmp_path, 2, limits, memory_limit=room(known, 14)) as two:
+        assert await drawn(two, "m", [*few, again]) == wanted
+        ends = [await finished(two, "m", again) for _ in range(2)]
+        assert ends[1].usage.cached_tokens >= 32
+        assert await text_of(two, "m", held) == said
+        await two.look()
+        figures = two.figures()["engines"]["m"]
+    assert json.loads(said).keys() == {"name", "old"}
+    assert figures["pauses"] > 0
+    assert figures["accepted_tokens"] > 0
+
+
+@slow
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl", "qwen2_5_vl", "mistral3"])
+async def test_pictures_are_seen_as_on_one_device(tmp_path: Path, kind: str) -> None:
+    make_seeing_model(tmp_path / "m", kind)
+    asked = [
+        GenerationRequest("m", Conversation((Message("user", parts),)), GREEDY, return_ids=True)
+        for parts in (
+            ("word1 ", picture(100, 60), " what is it?"),
+            ("no picture at all",),
+            (picture(30, 31, 1), picture(100, 60), "two"),
+            (picture(20, 90, 2), "x " * 200),
+        )
+    ]
+    short = [replace(each, max_tokens=12) for each in asked]
+    async with spread_pool(tmp_path, 1, start=start_here) as one:
+        wanted = await drawn(one, "m", short)
+    async with spread_pool(tmp_path) as two:
+        assert await drawn(two, "m", short) == wanted
+
+
+@slow
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+async def test_steps_that_are_queued_ahead_draw_the_same(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that only rank 0's device knows go through the group."""
+    here = Path(__file__).parent.parent
+    monkeypatch.setenv("PYTHONPATH", f"{here}{os.pathsep}{here.parent.parent}")
+    make_tiny_model(tmp_path / "m", family)
+    asked = [asking(ids, 30) for ids in prompts(5)]
+    async with spread_pool(tmp_path, 1, start=start_here) as one:
+        wanted = await drawn(one, "m", asked)
+    ahead = partial(start_process, program="portable_worker")
+    async with spread_pool(tmp_path, start=ahead) as two:
+        assert await drawn(two, "m", asked) == wanted
+
+
+@slow
+@pytest.mark.parametrize("weights", ["keep", "dequantize"])
+async def test_packed_weights_are_shared_out_in_either_form(tmp_path: Path, weights: str) -> None:
+    packing = {"group_size": 32, "bits": 4}
+    make_tiny_model(tmp_path / "m", "qwen3", quantize=packing)
+    asked = [asking(ids) for ids in prompts(4)]
+    async with spread_pool(tmp_path, 1, start=start_here, weights=weights) as one:
+        wanted = await drawn(one, "m", asked)
+    async with spread_pool(tmp_path, weights=weights) as two:
+        assert await drawn(two, "m", asked) == wanted
