@@ -71,7 +71,7 @@ CLOSING = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PreparedModel:
     """A model that has been asked for and whose small files have been read. draft: its draft
     model."""
 
@@ -111,7 +111,7 @@ class Model:
         self._alone = alone
         self._log_settings = log_settings
         self._ranks: Ranks | None = None
-        self._ready: Ready | None = None
+        self._ready: PreparedModel | None = None
 
     @property
     def served(self) -> TextBackend | EncoderBackend:
@@ -152,7 +152,7 @@ class Model:
         self._ready = await DaemonThreads(1).run(partial(self._prepared, asked))
         return self._needed(self._ready)
 
-    def _needed(self, ready: Ready) -> int:
+    def _needed(self, ready: PreparedModel) -> int:
         """Return the bytes of the weights' files in this memory, the draft model's included."""
         return held(ready.prepared.checked.nbytes, self._ranks) + ready.draft_bytes
 
@@ -237,11 +237,11 @@ class Model:
     def _doing(self, what: str) -> None:
         self._send(Doing(what))
 
-    def _prepared(self, asked: Prepare) -> Ready:
+    def _prepared(self, asked: Prepare) -> PreparedModel:
         read = prepared_encoder if is_encoder(asked) else prepared_text
         with explained(asked.source.id):
             found = read(asked.source, asked.limits, asked.recipe, asked.memory, doing=self._doing)
-        return Ready(asked, found, self._prepared_draft(asked, found))
+        return PreparedModel(asked, found, self._prepared_draft(asked, found))
 
     def _prepared_draft(
         self, asked: Prepare, prepared: PreparedText | PreparedEncoder
@@ -276,7 +276,7 @@ class Model:
             log.info("%s is loaded without a draft model: %s", name, error)
             return None
 
-    def _bring(self, ready: Ready) -> LoadedModel | LoadedEncoder:
+    def _bring(self, ready: PreparedModel) -> LoadedModel | LoadedEncoder:
         """Read the weights and make the backend. On the MLX thread, which waits for memory."""
         self.memory.waits = True
         asked, nbytes = ready.asked, self._needed(ready)
@@ -298,7 +298,7 @@ class Model:
             self.memory.waits = False
             self.memory.tell()
 
-    def _brought(self, ready: Ready) -> LoadedModel | LoadedEncoder:
+    def _brought(self, ready: PreparedModel) -> LoadedModel | LoadedEncoder:
         asked, prepared = ready.asked, ready.prepared
         source, limits, engine, ledger = asked.source, asked.limits, asked.engine, self.ledger
         foresight = Foresight(partial(working_bytes, engine), multiplies_packed)

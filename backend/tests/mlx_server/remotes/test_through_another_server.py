@@ -22,7 +22,9 @@ from live import PROGRAM, LiveServer, live_server
 from other_server import THOUGHT, OtherServer, other_server
 from tiny_encoders import make_tiny_encoder
 
-DEMO = "mlx-manager/demo"
+from mlx_manager.mlx_server.config import DEMO_MODEL as DEMO
+from mlx_manager.mlx_server.config import EMBEDDED
+
 KEY = "sk-studio-0123456789abcdef"
 ALICE = "sk-alice-0123456789abcdef"
 SAID = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -426,7 +428,7 @@ async def test_the_list_has_the_models_of_both_and_says_where_they_are(
     listed = (await home.get("/v1/models")).json()["data"]
     cards = {card["id"]: card for card in listed}
     assert listed[0]["id"] == "big"
-    assert cards.keys() == {*("big", "brief", "twins", "vectors", "scores", "locked", DEMO)}
+    assert cards.keys() == {"big", "brief", "twins", "vectors", "scores", "locked", *EMBEDDED}
     big = cards["big"]
     assert (big["origin"], big["state"], big["root"]) == ("remote", "loaded", DEMO)
     assert (big["kind"], big["context_length"], big["type"]) == ("text", 8192, "llm")

@@ -134,9 +134,8 @@ def load(
 
     prepared: the result of `prepared_text` for the same source and recipe. beside: bytes still to
     be loaded, of a draft model. spread: the devices that share the weights; None: this one has them
-    all. doing: called with each stage that begins.
-
-    The weights are in the ledger as `weights:<id>`, unless the load raises.
+    all. doing: called with each stage that begins. The weights are in the ledger as `weights:<id>`,
+    unless the load raises.
 
     Raises:
         ModelNotSupported: mlx-lm lacks the architecture, or it needs code of the repository.
@@ -149,8 +148,7 @@ def load(
     with explained(source.id):
         ready = prepared or prepared_text(source, limits, recipe, ledger.total, doing=doing)
         checked, tokenizer, adapter = ready.checked, ready.tokenizer, ready.adapter
-        nbytes = held(checked.nbytes, spread)
-        check_room(source.id, nbytes, ledger)
+        check_room(source.id, nbytes := held(checked.nbytes, spread), ledger)
         doing("its modules are made")
         model, config = made(source.id, checked, spread)
     beside += tower_bytes(checked.plan)
