@@ -5,7 +5,7 @@
 # and in scripts/ runs with what macOS has: make 3.81 and a shell that knows POSIX alone.
 BIN := $(CURDIR)/.venv/bin
 WORKERS := 2
-BENCHMARKS := engine_vs_mlx_lm http_vs_server prefix_reuse pace load_pause large_bodies embeddings fair_share structured observers memory
+BENCHMARKS := engine_vs_mlx_lm http_vs_server prefix_reuse disk_prefix pace load_pause large_bodies embeddings fair_share structured observers memory
 
 help:
 	@echo 'make serve   install what serving needs into .venv, once, and serve the embedded model on 127.0.0.1:8000'

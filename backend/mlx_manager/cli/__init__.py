@@ -18,6 +18,7 @@ from mlx_manager.cli.bench import bench
 from mlx_manager.cli.chat import chat
 from mlx_manager.cli.doctor import doctor
 from mlx_manager.cli.launch import launch
+from mlx_manager.cli.models.cache import cache
 from mlx_manager.cli.models.list import list_models
 from mlx_manager.cli.models.pull import pull
 from mlx_manager.cli.models.rm import rm
@@ -81,6 +82,7 @@ app.command()(bench)
 app.command()(doctor)
 app.add_typer(service, name="service")
 app.add_typer(key, name="key")
+app.add_typer(cache, name="cache")
 
 
 UNWRITTEN = "The output can't be written"

@@ -38,6 +38,16 @@ PATHS = tuple(row.name for row in TABLE.values() if row.kind is Path)
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixDisk:
+    """The folder that keeps prefixes. budget: bytes that all its files may take. daily: bytes that
+    may be written a day (in UTC); None: no limit."""
+
+    folder: Path
+    budget: int
+    daily: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLimits:
     """Limits of one model's engine.
 
@@ -46,7 +56,8 @@ class EngineLimits:
     the device).
     prefix_cache: unreferenced pages stay for reuse. image_cache: bytes of pictures' features that
     are kept for reuse. speculation: whether drafts are tried where that is faster, wherever one is
-    found, or never. longest_draft: most tokens of a draft.
+    found, or never. longest_draft: most tokens of a draft. prefix_disk: where prefixes are kept
+    beyond memory; None: nowhere.
     """
 
     max_rows: int = Settings.max_rows
@@ -57,6 +68,7 @@ class EngineLimits:
     image_cache: int = int(Settings.image_cache_mb * 2**20)
     speculation: Speculation = Settings.speculation
     longest_draft: int = Settings.draft_tokens
+    prefix_disk: PrefixDisk | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +389,25 @@ class MLXServerSettings(_Fields):
             int(self.image_cache_mb * 2**20),
             self.speculation,
             self.draft_tokens,
+            self.prefix_disk if self.prefix_cache else None,
         )
+
+    @cached_property
+    def prefix_disk(self) -> PrefixDisk | None:
+        if self.prefix_disk_gb is None:
+            return None
+        budget = int(self.prefix_disk_gb * 2**30)
+        daily = self.prefix_write_gb_per_day
+        written = budget if daily is None else int(daily * 2**30)
+        return PrefixDisk(self.prefix_folder, budget, written)
+
+    @cached_property
+    def prefix_folder(self) -> Path:
+        """The folder that prefixes are kept in, if they are."""
+        if self.prefix_disk_dir is not None:
+            return self.prefix_disk_dir
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(os.path.expanduser(base)) / "mlx-manager" / "prefixes"
 
     @cached_property
     def pool(self) -> PoolLimits:

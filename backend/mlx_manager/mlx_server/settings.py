@@ -171,6 +171,17 @@ class Memory:
         "Size limit of what a model has read of pictures and keeps for more questions about them; "
         "the least recently used are removed",
     )
+    prefix_disk_gb: float | None = size(
+        None,
+        "Disk for prompts that memory has no room for and that outlive the server; all models "
+        "together, the least recently used are removed; default: none",
+    )
+    prefix_write_gb_per_day: float | None = size(
+        None, "Most that is written there a day; default: as much as it may hold"
+    )
+    prefix_disk_dir: Path | None = setting(
+        None, "Folder for it, for servers of one user; default: in the user's cache", "FOLDER"
+    )
     speculation: Speculation = setting(
         "auto",
         "Try several tokens in one step that an answer repeats or has to have: where that is "

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
+from mlx_manager import __version__
 from mlx_manager.mlx_server.backends.guidance import (
     GUIDE_SECONDS,
     Guidance,
@@ -42,6 +44,9 @@ from mlx_manager.mlx_server.core import (
     Usage,
 )
 from mlx_manager.mlx_server.defaults import fill_sampling
+from mlx_manager.mlx_server.engine.disk.folder import Folder
+from mlx_manager.mlx_server.engine.disk.threads import BlockDisk
+from mlx_manager.mlx_server.engine.disk.tier import block_pages, dtype_name, stores_of
 from mlx_manager.mlx_server.engine.prompt_images import PromptImages
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
@@ -71,7 +76,7 @@ from mlx_manager.mlx_server.text.grammar.guide import Guide
 from mlx_manager.mlx_server.text.grammar.sandbox import Sandbox
 from mlx_manager.mlx_server.text.output_parser import OutputParser
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads, Waiting
-from mlx_manager.mlx_server.utils.memory import Ledger
+from mlx_manager.mlx_server.utils.memory import Ledger, device_name
 from mlx_manager.mlx_server.utils.progress import Doing, unheard
 
 log = logging.getLogger(__name__)
@@ -167,6 +172,31 @@ def prepare(
     return backend
 
 
+def kept_on_disk(
+    loaded: LoadedModel, forward: Forward, limits: EngineLimits, wake: Callable[[], None]
+) -> BlockDisk | None:
+    """Return the disk that keeps the model's prefixes, if one is to. wake: see `BlockDisk`."""
+    if limits.prefix_disk is None:
+        return None
+    stores = stores_of(forward)
+    if not stores or forward.prefixes == "copy":
+        why = "lie on several devices" if forward.stores and not stores else "are not on pages"
+        log.warning("%s: its prefixes %s, and none are kept on disk", loaded.id, why)
+        return None
+    facts = {
+        "programs": [__version__, version("mlx"), version("mlx-lm")],
+        "device": device_name(),
+        "weights": [loaded.weights.name, loaded.weights.dtype],
+        "forward": [forward.kind, forward.prefixes],
+        "pages": [limits.page_size, block_pages(limits.page_size)],
+        "layers": [
+            [of.kv_heads, of.key_dim, of.value_dim, dtype_name(of.dtype), of.window]
+            for of in (store.shape for store in stores)
+        ],
+    }
+    return BlockDisk(Folder(limits.prefix_disk), loaded.id, facts, loaded.files, wake)
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenDraft:
     """A draft model that is in memory, and how it is run."""
@@ -248,6 +278,7 @@ class TextBackend:
             tower=None if loaded.vision is None else loaded.vision.tower,
             draft=None if draft is None else draft.run,
             wake=partial(thread.post, _nothing),
+            disk=kept_on_disk(loaded, forward, limits, partial(thread.post, _nothing)),
         )
         thread.attach(self._engine)
 

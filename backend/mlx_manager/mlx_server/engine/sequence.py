@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.core import Event, FinishReason, TextDelta, TokenLogprob
+from mlx_manager.mlx_server.engine.disk.names import PrefixChain
 from mlx_manager.mlx_server.engine.kv.contents import salted
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.prefix import ROOT, Node
@@ -58,6 +59,9 @@ class Sequence:
         runs: (first, behind the last) of the tokens that see all of their run.
         features: those of pictures that are still to be computed, by digest.
         ready: the first token behind `computed` whose picture's features are not there.
+        chain: names of its pages on disk, where there is a disk for them.
+        awaits, arrives: the tokens whose keys and values are being read from disk: the first, and
+            the one behind the last; both beyond all tokens if there are none.
         computed: how many tokens' keys and values are in pages, or will be once the step under
             way is done.
         pending: tokens drawn on the device that the host has not read yet (lookahead).
@@ -108,7 +112,8 @@ class Sequence:
         self.shift = 0 if images is None else images.shift
         self.runs = () if images is None else images.runs
         self.features: dict[str, Features] = {}
-        self.ready = sys.maxsize
+        self.ready = self.awaits = self.arrives = sys.maxsize
+        self.chain: PrefixChain | None = None
         self.prompt_length = len(prompt)
         self.limit = limit
         self.stop_ids, self.cutting_ids = stop_ids, cutting_ids
@@ -156,8 +161,14 @@ class Sequence:
 
     @property
     def blocked(self) -> bool:
-        """Return whether the next token is a picture's whose features are not there."""
-        return self.ready <= self.computed
+        """Return whether the next token is a picture's whose features are not there, or is being
+        read from disk."""
+        return min(self.ready, self.awaits) <= self.computed
+
+    @property
+    def possible(self) -> int:
+        """Return the number of tokens that can be computed by now."""
+        return min(self.ready, self.awaits, len(self.tokens))
 
     @property
     def needs_host(self) -> bool:
@@ -267,6 +278,15 @@ class Sequence:
         if self.cached is None:
             self.cached = tokens
 
+    def jump(self, tokens: int) -> None:
+        """Go on behind `tokens` tokens whose keys and values have been read into the pages."""
+        gained = tokens - self.computed
+        self.computed = tokens
+        self.adopted += gained
+        if not self.started and self.cached is not None:
+            self.cached += gained
+            self.kept = max(0, self.kept - gained)
+
     def full_pages(self, page_size: int) -> Iterable[tuple[int, int]]:
         """Yield (first token, page) of each page that is full, known to the host and not shared."""
         ready = min(self.computed, len(self.tokens)) // page_size
@@ -288,6 +308,7 @@ class Sequence:
         self.guessed = []
         self._committed = 0
         self._node = ROOT
+        self.awaits = self.arrives = sys.maxsize
         return self.table.clear()
 
     def _forbid_early_stop(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mlx_manager.mlx_server.engine.disk.tier import DiskStats
 from mlx_manager.mlx_server.engine.durations import Distribution, Durations
 from mlx_manager.mlx_server.engine.scheduler.schedule import Schedule
 
@@ -24,7 +25,8 @@ class EngineStats:
 
     pages_attainable: most pages that there could be. Counted since the engine was made: steps,
     prompt_tokens and generated_tokens of all rows, prefix_queries and prefix_hits in tokens,
-    pauses, drafts, draft_tokens and accepted_tokens. host_time, token_gaps: see `Statistics`.
+    pauses, drafts, draft_tokens and accepted_tokens. disk: None without one.
+    host_time, token_gaps: see `Statistics`.
     """
 
     forward: str
@@ -47,6 +49,7 @@ class EngineStats:
     drafts: int
     draft_tokens: int
     accepted_tokens: int
+    disk: DiskStats | None
     host_time: Distribution
     token_gaps: Distribution
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 
 import mlx.core as mx
@@ -16,6 +17,8 @@ from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import Admitted, RowStatus, TokenLogprob
 from mlx_manager.mlx_server.engine.admission import AdmissionControl
 from mlx_manager.mlx_server.engine.contents import Contents
+from mlx_manager.mlx_server.engine.disk.threads import BlockDisk
+from mlx_manager.mlx_server.engine.disk.tier import DiskTier
 from mlx_manager.mlx_server.engine.memory.accounts import EngineMemory
 from mlx_manager.mlx_server.engine.memory.line import Line
 from mlx_manager.mlx_server.engine.outputs import Outputs
@@ -41,12 +44,15 @@ from mlx_manager.mlx_server.errors import (
     MLXManagerError,
     ServerNotReady,
 )
-from mlx_manager.mlx_server.execution.forward import Forward
+from mlx_manager.mlx_server.execution.forward import Forward, Snapshot
 from mlx_manager.mlx_server.text.grammar.guide import Masks
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.pressure import Pressure
 
 log = logging.getLogger(__name__)
+
+CLOSING = 3.0
+"""Seconds in which prefixes are written when the model is unloaded."""
 
 
 class TextEngine:
@@ -68,6 +74,7 @@ class TextEngine:
             `images:<name>`.
         wake: called on another thread when the engine, which had no work, has some; None: the
             engine has work while it waits for other threads.
+        disk: keeps prefixes beyond memory, if there is a disk for them.
 
     Raises:
         OutOfMemory: the ledger does not grant the bytes that a step works on.
@@ -86,6 +93,7 @@ class TextEngine:
         tower: Tower | None = None,
         draft: DraftForward | None = None,
         wake: Callable[[], None] | None = None,
+        disk: BlockDisk | None = None,
     ) -> None:
         size = size or StepSize(chunk_of(limits))
         self._forward = forward
@@ -115,10 +123,13 @@ class TextEngine:
             size,
             ledger,
             disturb=self._clock.disturb,
-            busy=self.has_work,
+            busy=self._has_rows,
             pictures=self._pictures,
             draft=None if draft is None else draft.forward,
         )
+        self._wakes = wake is not None
+        self._disk = None if disk is None else self._tier(disk, looks_ahead, wake or _nothing)
+        self._memory.disk = self._disk
         self._budget = PrefillBudget(size, forward, self._memory.working)
         self._draft_model = None
         if draft is not None:
@@ -126,6 +137,28 @@ class TextEngine:
             self._draft_model = DraftModel(draft, pool, clear, self._clock)
         self._speculation = self._speculating(looks_ahead, size.tokens)
         self._start_over()
+
+    def _tier(self, disk: BlockDisk, ahead: bool, wake: Callable[[], None]) -> DiskTier:
+        memory = self._memory
+        return DiskTier(
+            disk,
+            self._forward,
+            memory.pool,
+            attainable=lambda: memory.attainable_pages,
+            clear_stale=memory.pages.clear_stale,
+            arrived=self._go_on,
+            wake=wake,
+            ahead=ahead,
+        )
+
+    def _go_on(self, sequence: Sequence, state: Snapshot | None) -> None:
+        """Let a prompt go on for which nothing more comes from disk; state: what recurrent layers
+        have been given."""
+        self._scheduler.share(sequence)
+        if state is not None:
+            self._memory.snapshots.keep(sequence, state)
+        if sequence.images is not None and self._pictures is not None:
+            self._pictures.begin(sequence)
 
     def _speculating(self, looks_ahead: bool, most: int) -> Speculation | None:
         """Return the chooser of drafts, where rows may bring some."""
@@ -152,6 +185,7 @@ class TextEngine:
             self._prefixes(),
             SchedulerLimits(limits.max_rows, forward.horizon, forward.abreast, self._scored),
             self._pictures,
+            disk=self._disk,
             drafting=self._speculation,
         )
         self._admission = AdmissionControl(self._scheduler, memory, self._ledger, limits)
@@ -164,10 +198,13 @@ class TextEngine:
 
     def _prefixes(self) -> PagePrefixes:
         forward, memory, reuse = self._forward, self._memory, self._limits.prefix_cache
+        indexed = None if self._disk is None else self._disk.indexed
         if not reuse or forward.prefixes == "pages":
-            return PagePrefixes(memory.pool, reuse=reuse)
+            return PagePrefixes(memory.pool, reuse=reuse, indexed=indexed)
         copies, restore = forward.prefixes == "copy", memory.snapshots.restore
-        return SnapshotPrefixes(memory.pool, restore, worth=forward.worth, copies=copies)
+        return SnapshotPrefixes(
+            memory.pool, restore, worth=forward.worth, copies=copies, indexed=indexed
+        )
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -209,23 +246,36 @@ class TextEngine:
         return self._speculation is not None
 
     def has_work(self) -> bool:
+        return self._has_rows() or (self._disk is not None and self._disk.has_copies)
+
+    def _has_rows(self) -> bool:
         busy = self._pipeline.busy or self._scheduler.queues.has_work or self._outputs.pending
         return busy and not self._rests
 
     @property
     def _rests(self) -> bool:
-        """Return whether to sleep until a picture's pixels have come. Rows that wait for something
-        else are looked at again then, which is soon."""
-        return self._resting and self._pictures is not None and self._pictures.awaited
+        """Return whether to sleep until a picture's pixels have come, or something from disk. Rows
+        that wait for something else are looked at again then, which is soon."""
+        if not self._resting or not self._wakes:
+            return False
+        sources = [part for part in (self._pictures, self._disk) if part is not None and part.busy]
+        return bool(sources) and all(part.awaited for part in sources)
 
     def step(self) -> None:
         """Queue the next step, and read, parse and deliver the last one's tokens."""
         self._clock.begin()
         self._outputs.go_on()
+        if self._disk is not None and self._disk.busy:
+            busy = bool(self._pipeline.in_flight)
+            filled, _ = self._clock.wait(partial(self._disk.arrive, busy))
+            if filled:
+                self._clock.disturb()
         self._pipeline.turn()
         if self._pictures is not None and self._pictures.busy:
             self._see(self._pictures)
         self._note_times()
+        if self._disk is not None:
+            self._disk.turn(bool(self._pipeline.in_flight))
         self._resting = not self._pipeline.busy and not self._outputs.pending
         if not self._pipeline.in_flight:
             self._clock.disturb()
@@ -336,6 +386,9 @@ class TextEngine:
                 self._speculation.observe(seconds, step.load)
             else:
                 self._budget.pace.observe(seconds, step.load)
+            if self._disk is not None:
+                plain = self._budget.plain_time(step.load.rows)
+                self._disk.prices.observe_step(step.load.tokens, seconds - plain)
         return tokens, step.scores_of(tokens), now
 
     def take(
@@ -348,6 +401,8 @@ class TextEngine:
     def deliver(self) -> None:
         """Send readers what the tokens taken so far mean."""
         self._outputs.deliver()
+        if self._disk is not None:
+            self._disk.settle()
 
     # -- failure -------------------------------------------------------------------------------
 
@@ -391,6 +446,8 @@ class TextEngine:
     def close(self) -> None:
         """Fail what is left and give all memory back."""
         self._closed = True
+        if self._disk is not None:
+            self._disk.close(CLOSING)
         self._outputs.at_fault = None
         self._memory.close()
         self.fail(GenerationFailed("The model is being unloaded."))
@@ -404,7 +461,9 @@ class TextEngine:
             self._memory.grow(1, urgent=False)
 
     def drop_prefixes(self) -> None:
-        """Forget every cached prefix and give its memory back."""
+        """Forget every cached prefix, on disk as well, and give its memory back."""
+        if self._disk is not None:
+            self._disk.purge()
         self._memory.give_up_pages()
 
     # -- figures -------------------------------------------------------------------------------
@@ -442,6 +501,11 @@ class TextEngine:
             drafts=counted.drafts,
             draft_tokens=counted.draft_tokens,
             accepted_tokens=counted.accepted_tokens,
+            disk=None if self._disk is None else self._disk.stats(),
             host_time=counted.host.distribution(),
             token_gaps=counted.gaps.distribution(),
         )
+
+
+def _nothing() -> None:
+    pass

@@ -283,6 +283,18 @@ ENGINE_COUNTERS = {
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Those of them that were drawn"),
     "engine_steps": ("steps", "Steps of the engine"),
 }
+DISK_COUNTERS = {
+    "prefix_disk_queries": ("queries", "Prompt tokens that were looked up on disk"),
+    "prefix_disk_hits": ("hits", "Prompt tokens read from disk"),
+    "prefix_disk_read_bytes": ("read_bytes", "Bytes of prefixes read from disk"),
+    "prefix_disk_written_bytes": ("written_bytes", "Bytes of prefixes written to disk"),
+    "prefix_disk_dropped_blocks": ("dropped", "Blocks of prefixes that were not written"),
+}
+DISK_GAUGES = {
+    "prefix_disk_bytes": ("files_bytes", "Size of all models' prefixes on disk"),
+    "prefix_disk_limit_bytes": ("budget", "Most that they may take"),
+    "prefix_disk_written_today_bytes": ("written_today", "Bytes written since midnight (UTC)"),
+}
 ENCODER_COUNTERS = {
     "encoder_tokens": ("tokens", "Tokens that embedding models and rerankers have read"),
     "encoder_padding_tokens": ("padding", "Tokens that filled their batches up"),
@@ -325,6 +337,7 @@ class EngineCollector(Collector):
         yield from _queues(engines)
         writers = {model: engine for model, engine in engines.items() if "token_gaps" in engine}
         yield from _engines(writers)
+        yield from _disks(writers)
         readers = {model: engine for model, engine in engines.items() if "padding" in engine}
         yield from _counters(ENCODER_COUNTERS, readers)
 
@@ -397,6 +410,19 @@ def _engines(engines: Mapping[str, Any]) -> Iterator[Metric]:
         for model, engine in engines.items():
             histogram.add_metric([model], list(_buckets(engine[field])), engine[field]["total"])
         yield histogram
+
+
+def _disks(engines: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yield the figures of prefixes on disk, where some are kept. Gauges are of all models."""
+    disks = {model: engine["disk"] for model, engine in engines.items() if engine["disk"]}
+    if not disks:
+        return
+    yield from _counters(DISK_COUNTERS, disks)
+    for name, (field, text) in DISK_GAUGES.items():
+        gauge = GaugeMetricFamily(f"{PREFIX}{name}", text)
+        # Each worker knows all files as of its last write.
+        gauge.add_metric([], max(disk[field] for disk in disks.values()))
+        yield gauge
 
 
 def _buckets(distribution: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -28,6 +28,26 @@ class ClearRequest(Wire):
     model: NonEmpty | None = Field(None, description="Of this model; without it, of all")
 
 
+class AdminPrefixDisk(Wire):
+    """Prompts of a model that are kept on disk.
+
+    queries, hits: prompt tokens that memory did not have and that were looked up on disk, and those
+    that were read from there. read_bytes, written_bytes, and dropped, the blocks that were not
+    written: since the model was loaded. files_bytes, budget, written_today, daily: of all models
+    together, in bytes; daily is the most that may be written in a day (UTC).
+    """
+
+    queries: int
+    hits: int
+    read_bytes: int
+    written_bytes: int
+    dropped: int
+    files_bytes: int
+    budget: int
+    written_today: int
+    daily: int | None
+
+
 class WarmRequest(TemplateParameters):
     """A prompt that is read ahead: a text, or a conversation."""
 
@@ -60,7 +80,8 @@ class AdminModel(Wire):
     memory: what it holds, by purpose. acceptance: the part of the tokens that were tried ahead that
     was drawn, null if none was tried. servers: the other machines that have it; none if it is
     loaded here. draft_model: what guesses some of them, null if it is not loaded. devices: the
-    number that it is spread over, null while it is not loaded.
+    number that it is spread over, null while it is not loaded. prefix_disk: null where no prompts
+    are kept on disk.
     """
 
     id: str
@@ -83,6 +104,7 @@ class AdminModel(Wire):
     weights: ModelWeights | None
     memory: dict[str, int]
     acceptance: float | None
+    prefix_disk: AdminPrefixDisk | None
     servers: list[ModelServer]
     draft_model: str | None
     devices: int | None = None

@@ -13,8 +13,10 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model, load_tokenizer
 
-from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.config import EngineLimits, PrefixDisk
 from mlx_manager.mlx_server.core import Event, Finished, Progress, Sampling, Started
+from mlx_manager.mlx_server.engine.disk.folder import Folder
+from mlx_manager.mlx_server.engine.disk.threads import BlockDisk
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.sequence import Sequence
@@ -109,10 +111,13 @@ class Rig:
         size: StepSize | None = None,
         choose: Callable[[nn.Module, int], Forward] = choose,
         clock: Callable[[], float] = perf_counter,
+        disk: PrefixDisk | None = None,
         draft: Path | None = None,
         part: float = 1.0,
         **limits: object,
     ) -> None:
+        self._kept_in = disk
+        self.disk: BlockDisk | None = None
         self.thread = MLXThread()
         self._looks_ahead = looks_ahead
         self._size = size
@@ -139,6 +144,8 @@ class Rig:
         self.texts = TokenTexts(self.tokenizer)
         self.forward = self._choose(self.model, self._limits.page_size)
         ahead = self._looks_ahead or self.forward.looks_ahead
+        wake = partial(self.thread.post, _nothing)
+        self._open_disk(wake)
         self.engine = TextEngine(
             "tiny",
             self.forward,
@@ -148,8 +155,15 @@ class Rig:
             size=self._size,
             clock=self._clock,
             draft=None if self._draft is None else self._drafting(self._draft),
+            wake=None if self.disk is None else wake,
+            disk=self.disk,
         )
         self.thread.attach(self.engine)
+
+    def _open_disk(self, wake: Callable[[], None]) -> None:
+        if self._kept_in is not None:
+            self.disk = disk_of(self._kept_in, self.forward, self._limits.page_size, wake)
+            assert self.disk.settled.wait(30)
 
     def _drafting(self, folder: Path) -> DraftForward:
         """How the model in `folder` is run, of whose weights a part is said to be there."""
@@ -207,6 +221,18 @@ class Rig:
 
     async def on_thread(self, function: Callable[[], object]) -> object:
         return await self.thread.call(function)
+
+
+def disk_of(
+    limits: PrefixDisk, forward: Forward, page_size: int, wake: Callable[[], None]
+) -> BlockDisk:
+    """The blocks of a tiny model, whose weights are the same for each family."""
+    facts = {"forward": forward.kind, "page": page_size}
+    return BlockDisk(Folder(limits), "tiny", facts, (), wake)
+
+
+def _nothing() -> None:
+    pass
 
 
 class HandRig(Rig):

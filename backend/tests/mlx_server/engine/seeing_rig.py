@@ -97,6 +97,7 @@ class SeeingRig(HandRig):
             if chosen
             else choose(self.model, self._limits.page_size, vision=self.family)
         )
+        self._open_disk(lambda: None)
         self.engine = TextEngine(
             "tiny",
             self.forward,
@@ -107,6 +108,7 @@ class SeeingRig(HandRig):
             clock=self._clock,
             tower=self.tower,
             wake=self._wake,
+            disk=self.disk,
         )
         self.thread.attach(self.engine)
 

@@ -22,6 +22,7 @@ from mlx_manager.mlx_server.schemas.admin import (
     AdminMemory,
     AdminModel,
     AdminModels,
+    AdminPrefixDisk,
     CancelledRequest,
     ClearedPrefixes,
     ClearRequest,
@@ -154,7 +155,7 @@ async def warm_prefix_cache(request: Request) -> Response:
 def admin_model(status: ModelStatus, figures: Mapping[str, Any]) -> AdminModel:
     """Return the description of a model. figures: those of the pool."""
     recipe, engine = status.recipe, figures["engines"].get(status.id, {})
-    tried = engine.get("draft_tokens")
+    tried, disk = engine.get("draft_tokens"), engine.get("disk")
     return AdminModel(
         id=status.id,
         state=status.state,
@@ -176,6 +177,7 @@ def admin_model(status: ModelStatus, figures: Mapping[str, Any]) -> AdminModel:
         weights=weights_of(status),
         memory=dict(status.memory),
         acceptance=engine["accepted_tokens"] / tried if tried else None,
+        prefix_disk=disk and AdminPrefixDisk.model_validate(disk),
         servers=servers_of(status),
         draft_model=status.draft_model,
         devices=status.devices,

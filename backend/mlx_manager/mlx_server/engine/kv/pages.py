@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,7 @@ class PagePool:
         self._index = PrefixIndex() if prefix_cache else None
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._attachments: dict[int, object] = {}
+        self._labels: dict[int, object] = {}
         # The lowest numbers go first: all below this one have been handed out.
         self._handed_out = 0
         self._stale: set[int] = set()
@@ -137,6 +138,7 @@ class PagePool:
         self._index = None if self._index is None else PrefixIndex()
         self._cached.clear()
         self._attachments.clear()
+        self._labels.clear()
         self._stale.clear()
 
     def grow(self, pages: int) -> None:
@@ -239,6 +241,7 @@ class PagePool:
         page, _ = self._cached.popitem(last=False)
         self._index.forget(page)
         self._attachments.pop(page, None)
+        self._labels.pop(page, None)
         return page
 
     # -- prefix reuse --------------------------------------------------------------------------
@@ -272,6 +275,26 @@ class PagePool:
     @property
     def attachments(self) -> list[object]:
         return list(self._attachments.values())
+
+    def label(self, page: int, label: object) -> None:
+        """Note something of an indexed page, until the page is forgotten. A page that is not
+        indexed, since an equal one is, stays without."""
+        if self._index is not None and self._index.knows(page):
+            self._labels[page] = label
+
+    @property
+    def labels(self) -> Mapping[int, object]:
+        """Return the labels by their pages."""
+        return self._labels
+
+    def oldest(self, count: int) -> list[int]:
+        """Return the cached pages that would be taken next, at most `count`."""
+        return list(islice(self._cached, count))
+
+    @property
+    def newest(self) -> list[int]:
+        """Return the cached pages, those used last first."""
+        return list(reversed(self._cached))
 
     def commit(self, parent: Node, tokens: Sequence[int], page: int) -> Node:
         """Record that held `page` is full and holds `tokens` after `parent`; return its node.

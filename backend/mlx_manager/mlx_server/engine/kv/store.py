@@ -257,6 +257,38 @@ class LayerStore:
             self.keys[:, slice_] = 0
             self.values[:, slice_] = 0
 
+    def copied(self, pages: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """Return copies of the keys and values of `pages`, (kv_heads, pages * page_size, dim), as
+        all that has been queued leaves them. Not evaluated; what is queued later, once the result
+        has been, does not change them."""
+        table = Numbers(np.array([pages], np.int32))
+        of = table.of_heads(self.shape.kv_heads, self.keys.shape[1] // self.page_size)
+        index = self._order.after(self.after_write(of))
+        keys, values = self._gather(self.keys, index)[0], self._gather(self.values, index)[0]
+        if not self._order.kept:
+            self._order.then(keys.reshape(-1)[:1] + values.reshape(-1)[:1])
+        return keys, values
+
+    def fill(self, pages: Sequence[int], keys: mx.array, values: mx.array) -> None:
+        """Put what `copied` has returned, here or in another process, into `pages`."""
+        size = self.page_size
+        if self._writer is not None:
+            # As in `clear`.
+            slots = np.array(pages)[:, None] * size + np.arange(size)
+            self.write(
+                self._order.after(keys),
+                self._order.after(values),
+                Numbers(slots.reshape(-1).astype(np.int32)),
+            )
+            self._order.then(self.written)
+            return
+        done = 0
+        for first, end in _runs(pages):
+            behind = done + (end - first) * size
+            self.keys[:, first * size : end * size] = keys[:, done:behind]
+            self.values[:, first * size : end * size] = values[:, done:behind]
+            done = behind
+
     def after_write(self, x: mx.array) -> mx.array:
         """Return `x`, made to depend on the step's writes: launches that read it come after them.
 

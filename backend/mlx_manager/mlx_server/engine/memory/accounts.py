@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.devices import table as devices
+from mlx_manager.mlx_server.engine.disk.tier import DiskTier
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.memory.line import Line
 from mlx_manager.mlx_server.engine.memory.pages import PageMemory
@@ -20,6 +21,8 @@ from mlx_manager.mlx_server.execution.forward import Forward
 from mlx_manager.mlx_server.utils.memory import Ledger, Relief, clear_cache
 from mlx_manager.mlx_server.utils.pressure import Pressure
 
+# Seconds of another model's wait that pages which nobody needs at the moment are written in.
+SPILL = 0.5
 # MLX keeps freed buffers for reuse; steps of changing sizes leave many behind.
 STEPS_BETWEEN_TRIMS = 512
 
@@ -37,6 +40,9 @@ class EngineMemory:
         busy: returns whether the engine has work.
         pictures: what sees pictures, if something does.
         draft: how a draft model is run, if there is one; its layers are on the same pages.
+
+    Attributes:
+        disk: keeps pages beyond memory, if there is a disk for them; set once it has been made.
 
     Raises:
         OutOfMemory: the ledger does not grant the bytes that a step works on.
@@ -77,6 +83,7 @@ class EngineMemory:
         self._ledger = ledger
         self._busy = busy
         self._pictures = pictures
+        self.disk: DiskTier | None = None
         self._frees_at_once = devices.current().frees_at_once
         # The first step before which memory is given up again, while it is short.
         self._trim_at = 0
@@ -99,6 +106,8 @@ class EngineMemory:
         self.states.leave(sequence)
         if self._pictures is not None:
             self._pictures.forget(sequence)
+        if self.disk is not None:
+            self.disk.forget(sequence)
 
     @property
     def attainable_pages(self) -> int:
@@ -156,6 +165,8 @@ class EngineMemory:
 
     def drop_all(self) -> None:
         """Drop all pages, states, snapshots and features of pictures."""
+        if self.disk is not None:
+            self.disk.reset()
         self.snapshots.line.record(0)
         self.states.clear()
         if self._pictures is not None:
@@ -178,6 +189,8 @@ class EngineMemory:
         if self.pages.line.reserving or self.states.line.reserving:
             self.snapshots.give_up(lacking)
         else:
+            if self.disk is not None and not self._busy():
+                self.disk.spill(SPILL)
             self.give_up_pages()
 
     def _spare(self) -> int:

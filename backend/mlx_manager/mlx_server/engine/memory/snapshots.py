@@ -31,12 +31,17 @@ class SnapshotMemory:
     def take(self, sequence: Sequence) -> None:
         """Keep the state of a prompt, whose pages have been shared, after its last step. That step
         has been queued, and none after it, whose rows may go on from there."""
+        snapshot = self._forward.snapshot(sequence.key)
+        if snapshot is not None:
+            self.keep(sequence, snapshot)
+
+    def keep(self, sequence: Sequence, snapshot: Snapshot) -> None:
+        """Keep the state of a sequence after `computed`, whose pages have been shared."""
         size = self._pool.page_size
         # The pages that are found: where an equal one was known, not the row's own. Others may have
         # gone on from there.
         known = self._pool.match(sequence.content)[: sequence.computed // size]
-        snapshot = self._forward.snapshot(sequence.key)
-        if len(known) * size == sequence.computed and snapshot is not None:
+        if known and len(known) * size == sequence.computed:
             self._keep(known[-1], snapshot)
 
     def restore(self, sequence: Sequence, snapshot: object) -> None:

@@ -56,11 +56,13 @@ class Pictures:
 
     def begin(self, sequence: Sequence) -> None:
         """Find the features that an admitted sequence lacks behind what is computed, or have the
-        tower make them."""
+        tower make them. Again once tokens have come from disk, or have not."""
         images = sequence.images
         assert images is not None
         for picture in images.pictures:
-            if picture.places[-1] < sequence.computed:
+            first, last = picture.places[0], picture.places[-1]
+            from_disk = sequence.awaits <= first and last < sequence.arrives < sys.maxsize
+            if last < sequence.computed or from_disk or picture.digest in sequence.features:
                 continue
             features = self.cache.hold(picture.digest, sequence.key)
             if features is not None:

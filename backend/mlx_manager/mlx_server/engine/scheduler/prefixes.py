@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
@@ -27,12 +28,20 @@ class Prefix:
 class PagePrefixes:
     """Reuse where pages alone make up a prefix.
 
-    reuse: whether prefixes may be looked up.
+    reuse: whether prefixes may be looked up. indexed: told of each page that is indexed, with its
+    sequence and its number in the sequence.
     """
 
-    def __init__(self, pool: PagePool, *, reuse: bool = True) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        reuse: bool = True,
+        indexed: Callable[[Sequence, int, int], None] | None = None,
+    ) -> None:
         self.reuse = reuse
         self._pool = pool
+        self._indexed = indexed
         # Prompts that the last step completed: their pages are not shared before the next one.
         self._joining: list[Sequence] = []
 
@@ -104,6 +113,8 @@ class PagePrefixes:
             for start, page in sequence.full_pages(size):
                 content = sequence.content[start : start + size]
                 sequence.committed(self._pool.commit(sequence.node, content, page))
+                if self._indexed is not None:
+                    self._indexed(sequence, start // size, page)
 
     def join(self, sequence: Sequence) -> None:
         """Note that the next step completes a prompt."""

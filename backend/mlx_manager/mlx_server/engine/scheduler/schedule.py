@@ -61,11 +61,11 @@ def chunk(
 
     The chunk ends at `border` if it gets that far, or on the end of a page, unless it is final, or
     is the first of its step and the budget is less than a page. It ends before the first picture
-    whose features are not there, and inside no run whose tokens see all of it: a run that is longer
-    than the budget is computed whole. None if the chunk would have to be less than a page and is
-    not the first, or would be empty.
+    whose features are not there, before tokens that are being read from disk, and inside no run
+    whose tokens see all of it: a run that is longer than the budget is computed whole. None if the
+    chunk would have to be less than a page and is not the first, or would be empty.
     """
-    computed, last = sequence.computed, min(sequence.ready, len(sequence.tokens))
+    computed, last = sequence.computed, sequence.possible
     end = computed + budget
     if border is not None and border <= min(end, last):
         end = border

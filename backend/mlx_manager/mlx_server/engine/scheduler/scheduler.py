@@ -61,6 +61,14 @@ class FeatureFinder(Protocol):
         ...
 
 
+class Disk(Protocol):
+    """Prefixes on disk: `engine.disk.tier.DiskTier`, as far as the scheduler knows it."""
+
+    def begin(self, sequence: Sequence) -> None:
+        """Have what an admitted sequence goes on from beyond memory read, if that is worth it."""
+        ...
+
+
 class Drafting(Protocol):
     """Chooser of drafts."""
 
@@ -89,6 +97,7 @@ class Scheduler:
         prefixes: the way in which prefixes are reused.
         limits: of each step.
         pictures: what sees pictures, if something does.
+        disk: has prefixes beyond memory, if there is a disk for them.
         drafting: chooses drafts, if rows may bring some.
 
     Attributes:
@@ -104,6 +113,7 @@ class Scheduler:
         limits: SchedulerLimits,
         pictures: FeatureFinder | None = None,
         *,
+        disk: Disk | None = None,
         drafting: Drafting | None = None,
     ) -> None:
         self.queues = Queues(limits.max_rows)
@@ -112,6 +122,7 @@ class Scheduler:
         self.pauses = 0
         self._limits = limits
         self._pictures = pictures
+        self._disk = disk
         self._drafting = drafting
         self._paging = Paging(pool, memory, limits.horizon)
         self._fairness = Fairness(self.queues, pool.pages_for, limits.abreast)
@@ -284,6 +295,8 @@ class Scheduler:
             return Admission.NO_ROOM
         prefixes.adopt(sequence, prefix, pages)
         queues.admit(sequence)
+        if self._disk is not None and prefixes.reuse and not sequence.scores_prompt:
+            self._disk.begin(sequence)
         if sequence.images is not None and self._pictures is not None:
             self._pictures.begin(sequence)
         return Admission.ADMITTED

@@ -37,8 +37,9 @@ class SnapshotPrefixes(PagePrefixes):
         *,
         worth: int = 0,
         copies: bool = False,
+        indexed: Callable[[Sequence, int, int], None] | None = None,
     ) -> None:
-        super().__init__(pool)
+        super().__init__(pool, indexed=indexed)
         self._restore = restore
         self._worth = worth
         self._copies = copies

@@ -63,6 +63,7 @@ from mlx_manager.mlx_server.models.settings import AS_IT_IS, Recipe, makers_samp
 from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.progress import Doing, unheard
+from mlx_manager.mlx_server.utils.revisions import Stamp, stamps_of
 from mlx_manager.mlx_server.utils.text import sized
 from mlx_manager.mlx_server.vision.prompts import Vision
 
@@ -79,7 +80,7 @@ class LoadedModel:
 
     vocabulary: rows of its embedding; the tokenizer may have fewer tokens, or more. sampling: the
     makers' sampling values, for requests that give none. vision: what it sees by; None for a model
-    that takes no pictures.
+    that takes no pictures. files: those that it was made of, as they were before the load.
     """
 
     id: str
@@ -96,6 +97,7 @@ class LoadedModel:
     sampling: Mapping[str, float]
     kind: Literal["text"] = "text"
     vision: Vision | None = None
+    files: tuple[Stamp, ...] = ()
 
 
 def weights_line(model_id: str) -> str:
@@ -130,7 +132,7 @@ def load(
     spread: Spread | None = None,
     doing: Doing = unheard,
 ) -> LoadedModel:
-    """Load a model, on the MLX thread.
+    """Load a model, on the MLX thread. Its weights are then in the ledger as `weights:<id>`.
 
     prepared: the result of `prepared_text` for the same source and recipe. beside: bytes still to
     be loaded, of a draft model. spread: the devices that share the weights; None: this one has them
@@ -147,8 +149,8 @@ def load(
     limits = replace(limits, weights=recipe.weights or limits.weights)
     with explained(source.id):
         ready = prepared or prepared_text(source, limits, recipe, ledger.total, doing=doing)
-        checked, tokenizer, adapter = ready.checked, ready.tokenizer, ready.adapter
-        check_room(source.id, nbytes := held(checked.nbytes, spread), ledger)
+        checked, nbytes = ready.checked, held(ready.checked.nbytes, spread)
+        check_room(source.id, nbytes, ledger)
         doing("its modules are made")
         model, config = made(source.id, checked, spread)
     beside += tower_bytes(checked.plan)
@@ -160,23 +162,24 @@ def load(
             model = adapted(model, recipe.adapter)
         settled = partial(settle, foresight=foresight, beside=beside, spread=spread, doing=doing)
         weights, nbytes = settled(model, source.id, limits, ledger)
-        vision = load_vision(source.id, checked.plan, tokenizer, model, ledger, doing=doing)
+        vision = load_vision(source.id, checked.plan, ready.tokenizer, model, ledger, doing=doing)
         nbytes += 0 if vision is None else bytes_of(vision.tower.module)
         ledger.record(weights_line(source.id), nbytes)
         return LoadedModel(
             source.id,
             checked.folder.path,
             model,
-            tokenizer,
+            ready.tokenizer,
             config,
-            adapter,
-            adapter.family,
+            ready.adapter,
+            ready.adapter.family,
             checked.context_length,
-            embedded(config) or len(tokenizer),
+            embedded(config) or len(ready.tokenizer),
             nbytes,
             weights,
             makers_sampling(checked.folder.path),
             vision=vision,
+            files=checked.files,
         )
 
 
@@ -244,9 +247,11 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class CheckedText(Checked):
-    """A text model whose files are sound. plan: the plan by which it is built."""
+    """A text model whose files are sound. plan: the plan by which it is built. files: those that it
+    is made of, an adapter's included."""
 
     plan: BuildPlan
+    files: tuple[Stamp, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +300,8 @@ def checked_text(source: ModelSource, limits: PoolLimits, recipe: Recipe) -> Che
     folder = checked_folder(source, limits)
     context = allowed_context(source.id, folder.context_length, recipe)
     nbytes = folder.nbytes + adapter_bytes(recipe.adapter)
-    return CheckedText(folder, context, nbytes, planned(folder))
+    files = stamps_of(filter(None, (folder.path, recipe.adapter)))
+    return CheckedText(folder, context, nbytes, planned(folder), files)
 
 
 def checked_folder(source: ModelSource, limits: PoolLimits) -> ModelFolder:

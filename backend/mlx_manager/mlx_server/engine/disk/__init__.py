@@ -1,0 +1,1 @@
+"""KV pages on disk: prefixes that outlive memory and the process."""

@@ -1,0 +1,690 @@
+"""Disk as the tier below the pages in memory. All of it on the MLX thread, but for `threads`.
+
+Copied off the device, and written: blocks that are used a second time, those whose pages are about
+to be given up, and all when the model is unloaded. Copies take a small share of the time of steps
+while steps follow each other.
+
+Read: what a prompt goes on from beyond its prefix in memory. Blocks are put into the prompt's own
+pages as they come, and its first tokens are computed meanwhile, up to the first that is read. When
+both have met, the prompt goes on behind what was read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from threading import Timer
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_manager.mlx_server.engine.disk.blocks import PrefixBlock, Tensor
+from mlx_manager.mlx_server.engine.disk.names import (
+    BLOCK_TOKENS,
+    PLAIN,
+    STATE,
+    BlockName,
+    PrefixChain,
+)
+from mlx_manager.mlx_server.engine.disk.prices import LearntRate, Prices
+from mlx_manager.mlx_server.engine.disk.threads import BlockDisk, Reading
+from mlx_manager.mlx_server.engine.kv.pages import PagePool
+from mlx_manager.mlx_server.engine.kv.store import LayerStore
+from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.execution.forward import Forward, Snapshot
+
+SHARE = 0.1
+"""Part of the time of steps that copies and puts may take."""
+AT_REST = 0.005
+"""Seconds that they may take at once where no step is under way."""
+MOST_CREDIT = 0.01
+"""Most seconds that they may take beside one step, if earlier ones had nothing to copy."""
+MOST_WANTED = 4096
+"""Blocks that may wait to be copied; the oldest wishes are dropped."""
+LOW = 16
+"""One part of so many pages: where fewer are free and no more can be made, the oldest are about to
+be given up."""
+TURNS = 8
+"""Turns between two looks for these."""
+PATIENCE = 2.0
+"""Seconds that a read may take beyond five times what is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Place of an indexed page: the digest of the prefix that it ends, its number there, and the
+    digest of the prefix before it."""
+
+    digest: bytes
+    number: int
+    before: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """Figures of a model's blocks on disk. queries, hits: prompt tokens beyond memory that were
+    looked up, and that were read. read_bytes, written_bytes: by this process. dropped: blocks that
+    were not written. files_bytes, budget: of all models. written_today, daily: of all models; daily
+    None: no limit."""
+
+    queries: int
+    hits: int
+    read_bytes: int
+    written_bytes: int
+    dropped: int
+    files_bytes: int
+    budget: int
+    written_today: int
+    daily: int | None
+
+
+@dataclass(eq=False)
+class PrefixLoad:
+    """Blocks on their way into a prompt's pages.
+
+    start, end: pages that are read, `end` excluded. filled: the page behind those that have come.
+    state: that of recurrent layers after `end`. over: nothing more comes. due: when to give up.
+    """
+
+    sequence: Sequence
+    reading: Reading
+    start: int
+    end: int
+    due: float
+    timer: Timer | None = None
+    filled: int = 0
+    state: Snapshot | None = None
+    over: bool = False
+
+
+@dataclass(eq=False)
+class Copy:
+    """A block on its way off the device, in pieces.
+
+    left: yields the arrays of the next pieces. queued: arrays on the device, each with its place on
+    the host. tensors: the host's copies. broken: one of its pages has been given up.
+    """
+
+    name: BlockName
+    left: Iterator[list[tuple[mx.array, NDArray[np.uint8]]]]
+    tensors: dict[str, Tensor]
+    queued: list[tuple[mx.array, NDArray[np.uint8]]] = field(default_factory=list)
+    broken: bool = False
+
+
+class DiskTier:
+    """Prefixes of one engine on disk.
+
+    Args:
+        disk: writes and reads blocks.
+        forward: how the model is run.
+        pool: the pages in memory.
+        attainable: returns the number of pages that there could be.
+        clear_stale: see `PageMemory.clear_stale`.
+        arrived: told of a prompt that goes on behind what was read, with the state to keep there;
+            or that goes on without, for nothing could be read.
+        wake: called on another thread when a read has taken too long.
+        ahead: whether results are read when a later step has been queued, as on a GPU.
+    """
+
+    def __init__(
+        self,
+        disk: BlockDisk,
+        forward: Forward,
+        pool: PagePool,
+        *,
+        attainable: Callable[[], int],
+        clear_stale: Callable[[], None],
+        arrived: Callable[[Sequence, Snapshot | None], None],
+        wake: Callable[[], None],
+        ahead: bool,
+    ) -> None:
+        self._disk, self._forward, self._pool = disk, forward, pool
+        self._stores = stores_of(forward)
+        self._attainable, self._clear_stale = attainable, clear_stale
+        self._arrived, self._wake, self._ahead = arrived, wake, ahead
+        self._block = block_pages(pool.page_size)
+        on_pages = sum(store.shape.token_bytes for store in self._stores)
+        self._page_bytes = max(1, on_pages * pool.page_size)
+        self.prices = Prices(on_pages)
+        self.prices.read = disk.read_rate
+        self._stateful = forward.prefixes == "snapshot"
+        self._pages: dict[bytes, int] = {}
+        self._wanted: OrderedDict[BlockName, None] = OrderedDict()
+        self._copy: Copy | None = None
+        self._loads: dict[int, PrefixLoad] = {}
+        self._filling: tuple[PrefixLoad, PrefixBlock] | None = None
+        self._busy = False
+        # Done once all that was queued here is, on devices whose steps need to know.
+        self._last: mx.array | None = None
+        self._credit = 0.0
+        self._turns = 0
+        self._turned = perf_counter()
+        self.queries = self.hits = 0
+
+    # -- figures -------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Return whether prompts wait for blocks."""
+        return bool(self._loads)
+
+    @property
+    def awaited(self) -> bool:
+        """Return whether prompts wait for blocks, whose coming wakes the thread."""
+        now = perf_counter()
+        return (
+            bool(self._loads)
+            and self._disk.waiting
+            and self._filling is None
+            and not any(load.over or now > load.due for load in self._loads.values())
+        )
+
+    @property
+    def has_copies(self) -> bool:
+        """Return whether there is something to be copied, and the writer would take it."""
+        return bool(self._copy or self._wanted) and self._disk.writable
+
+    def stats(self) -> DiskStats:
+        """Return the current figures. Safe on any thread."""
+        disk, limits = self._disk, self._disk.folder.limits
+        return DiskStats(
+            self.queries,
+            self.hits,
+            disk.read_bytes,
+            disk.written_bytes,
+            disk.dropped,
+            disk.folder.nbytes,
+            limits.budget,
+            disk.folder.written_today,
+            limits.daily,
+        )
+
+    # -- names ---------------------------------------------------------------------------------
+
+    def indexed(self, sequence: Sequence, number: int, page: int) -> None:
+        """Label a page that has been indexed: page `number` of the sequence."""
+        chain = self._chain(sequence)
+        digest = chain.at(sequence.content, number)
+        before = chain.at(sequence.content, number - 1) if number else b""
+        self._pool.label(page, Label(digest, number, before))
+        if len(self._pages) > 2 * self._pool.size + 1024:
+            of_labels = self._pool.labels.items()
+            self._pages = {of.digest: n for n, of in of_labels if isinstance(of, Label)}
+        if self._label(page) is not None:
+            self._pages[digest] = page
+
+    def _label(self, page: int) -> Label | None:
+        label = self._pool.labels.get(page)
+        return label if isinstance(label, Label) else None
+
+    def _chain(self, sequence: Sequence) -> PrefixChain:
+        if sequence.chain is None:
+            sequence.chain = PrefixChain(self._pool.page_size, sequence.names)
+        return sequence.chain
+
+    def _name(self, sequence: Sequence, kind: str, end: int) -> BlockName:
+        """Return the name of the block that ends with a sequence's first `end` pages."""
+        digest = self._chain(sequence).at(sequence.content, end - 1)
+        return BlockName(digest, kind, (end - 1) // self._block * self._block, end)
+
+    # -- prompts -------------------------------------------------------------------------------
+
+    def begin(self, sequence: Sequence) -> None:
+        """Have what an admitted prompt goes on from beyond memory read, if that is worth it."""
+        size, block = self._pool.page_size, self._block
+        known = sequence.computed // size
+        for end in range(block, known + 1, block):
+            self._want(self._name(sequence, PLAIN, end))
+        if known and self._stateful:
+            self._want(self._name(sequence, STATE, known))
+        if self._disk.space is None:
+            return
+        self.queries += max(len(sequence.tokens) - 1 - sequence.computed, 0)
+        names = self._found(sequence, known)
+        if not names or names[-1].end <= known:
+            return
+        tokens = (names[-1].end - known) * size
+        ahead = self.prices.computed_meanwhile(tokens)
+        if ahead is None:
+            return
+        start = self._start(sequence, known, known + ahead // size)
+        reading = self._disk.read([name for name in names if name.end > start])
+        patience = (
+            PATIENCE
+            + 5 * self.prices.reading(tokens)
+            + 2 * self.prices.prefill.seconds((start - known) * size)
+        )
+        load = PrefixLoad(sequence, reading, start, names[-1].end, perf_counter() + patience)
+        load.filled = start
+        load.timer = Timer(patience + 0.01, self._wake)
+        load.timer.daemon = True
+        load.timer.start()
+        self._loads[sequence.key] = load
+        sequence.awaits, sequence.arrives = start * size, load.end * size
+
+    def _found(self, sequence: Sequence, known: int) -> list[BlockName]:
+        """Return the blocks on disk that follow each other from page `known` on."""
+        disk, block = self._disk, self._block
+        limit = (len(sequence.tokens) - 1) // self._pool.page_size
+        names: list[BlockName] = []
+        for end in range(known // block * block + block, limit + 1, block):
+            if not disk.has(name := self._name(sequence, PLAIN, end)):
+                break
+            names.append(name)
+        if not self._stateful:
+            return names
+        begun = known // block
+        last = min(limit, (begun + len(names) + 1) * block)
+        least = max(1, -(-self._forward.worth // self._pool.page_size))
+        for end in range(last, known + least - 1, -1):
+            if disk.has(state := self._name(sequence, STATE, end)):
+                return [*names[: state.first // block - begun], state]
+        return []
+
+    def _start(self, sequence: Sequence, known: int, start: int) -> int:
+        """Return the page from which on blocks are read, `start` or before: the first of a block,
+        and in no picture whose tokens see all of it."""
+        size, block = self._pool.page_size, self._block
+        start = max(known, start // block * block)
+        for first, behind in reversed(sequence.runs):
+            if first < start * size < behind:
+                start = max(known, first // size // block * block)
+        return start
+
+    def forget(self, sequence: Sequence) -> None:
+        """Cancel what is read for a sequence: it has ended or is paused."""
+        load = self._loads.pop(sequence.key, None)
+        if load is not None:
+            self._end(load)
+
+    def _end(self, load: PrefixLoad) -> None:
+        load.over = load.reading.cancelled = True
+        load.sequence.awaits = load.sequence.arrives = sys.maxsize
+        if load.timer is not None:
+            load.timer.cancel()
+
+    # -- arrivals ------------------------------------------------------------------------------
+
+    def arrive(self, busy: bool) -> bool:
+        """Put the blocks that have come into pages; only for a part of the time where `busy`:
+        where steps follow each other. Return whether there were any."""
+        begun, filled = perf_counter(), False
+        cost = self.prices.fill.seconds(self._page_bytes)
+        while self._may(begun, cost, busy) and (piece := self._next_piece()) is not None:
+            load, block = piece
+            self._fill(load, block, self._at_once(self.prices.fill, busy))
+            filled = True
+            if load.filled >= block.name.end:
+                self._filling = None
+        if filled:
+            self._queue([array for store in self._stores for array in store.arrays])
+        for load in list(self._loads.values()):
+            if load.over or perf_counter() > load.due or load.filled >= load.end:
+                self._conclude(load)
+        self._credit -= min(perf_counter() - begun, self._credit)
+        return filled
+
+    def _may(self, begun: float, cost: float, busy: bool) -> bool:
+        """Return whether there is time for something of this cost in the turn that began then."""
+        taken = perf_counter() - begun
+        if not busy:
+            return taken < AT_REST
+        return taken + min(cost, MOST_CREDIT / 2) < self._credit
+
+    def _next_piece(self) -> tuple[PrefixLoad, PrefixBlock] | None:
+        """Return a block that has come, and is not all in pages yet, with its load."""
+        while self._filling is None or self._filling[0].over:
+            self._filling = None
+            came = self._disk.arrived()
+            if came is None:
+                return None
+            loads = self._loads.values()
+            load = next((load for load in loads if load.reading is came.reading), None)
+            if load is None or load.over:
+                continue
+            block = came.block
+            follows = block is not None and block.name.first <= load.filled < block.name.end
+            if block is None or not follows or not fits(self._stores, self._pool.page_size, block):
+                load.over = True
+            else:
+                self._filling = load, block
+        return self._filling
+
+    def _fill(self, load: PrefixLoad, block: PrefixBlock, most: int) -> None:
+        """Put at most so many pages of a block into the prompt's pages."""
+        name, size, begun = block.name, self._pool.page_size, perf_counter()
+        first = load.filled
+        end = min(name.end, first + most)
+        pages: list[int] = load.sequence.table.pages[first:end].tolist()
+        self._clear_stale()
+        slots = slice((first - name.first) * size, (end - name.first) * size)
+        for number, store in enumerate(self._stores):
+            keys, values = (
+                on_device(part_of(block.tensors[f"{part}.{number}"], slots))
+                for part in ("keys", "values")
+            )
+            store.fill(pages, keys, values)
+        if name.kind == STATE and end == name.end:
+            load.state = Snapshot(leaves_of(block.tensors))
+        load.filled = end
+        self.prices.fill.observe(len(pages) * self._page_bytes, perf_counter() - begun)
+
+    def _conclude(self, load: PrefixLoad) -> None:
+        """Let a prompt go on behind what has been read, once it has come so far."""
+        sequence, size = load.sequence, self._pool.page_size
+        gains = load.filled > load.start and (not self._stateful or load.state is not None)
+        if gains and sequence.computed < load.start * size:
+            if perf_counter() <= load.due:
+                return
+            gains = False
+        del self._loads[sequence.key]
+        self._end(load)
+        if gains:
+            self.hits += (load.filled - load.start) * size
+            if load.state is not None:
+                self._forward.restore(sequence.key, load.state)
+            sequence.jump(load.filled * size)
+        self._arrived(sequence, load.state if gains else None)
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def turn(self, busy: bool) -> None:
+        """Copy a little of what is to be written; only for a part of the time where `busy`, as
+        in `arrive`."""
+        begun, self._busy = perf_counter(), busy
+        self._credit = min(self._credit + SHARE * (begun - self._turned), MOST_CREDIT)
+        self._turned = begun
+        self._turns += 1
+        if self._turns % TURNS == 0:
+            self._want_oldest()
+        cost = self.prices.copy.seconds(self._page_bytes)
+        while self.has_copies and self._may(begun, cost, busy):
+            if not self._copy_more(busy):
+                break
+        self._credit -= min(perf_counter() - begun, self._credit)
+
+    def _want(self, name: BlockName) -> None:
+        """Have a block copied and written, unless it is on disk."""
+        if not self._disk.usable or name in self._wanted or self._disk.has(name):
+            return
+        self._wanted[name] = None
+        if len(self._wanted) > MOST_WANTED:
+            self._wanted.popitem(last=False)
+            self._disk.dropped += 1
+
+    def _want_oldest(self) -> None:
+        """Have the pages copied that are about to be given up."""
+        pool = self._pool
+        low = max(2 * self._block, pool.size // LOW)
+        if pool.free < low and pool.cached and self._attainable() - pool.size < low:
+            self._want_pages(pool.oldest(2 * low))
+
+    def _want_pages(self, pages: list[int]) -> None:
+        for page in pages:
+            label = self._label(page)
+            if label is None:
+                continue
+            end = label.number + 1
+            first = label.number // self._block * self._block
+            if end % self._block == 0:
+                self._want(BlockName(label.digest, PLAIN, first, end))
+            if self._stateful and self._pool.attachment(page) is not None:
+                self._want(BlockName(label.digest, STATE, first, end))
+
+    def _copy_more(self, busy: bool) -> bool:
+        """Go on with the copy under way, or begin the next; return whether there is more to do in
+        this turn: not where steps follow, in whose time the device copies what has been queued."""
+        copy = self._copy = self._copy or self._next_copy()
+        if copy is None:
+            return False
+        self._read_out(copy)
+        copy.queued = next(copy.left, [])
+        if copy.broken:
+            self._copy = None
+        elif copy.queued:
+            self._queue([array for array, _ in copy.queued])
+            return not busy
+        else:
+            self._copy = None
+            self._disk.write(PrefixBlock(copy.name, copy.tensors))
+        return True
+
+    def _read_out(self, copy: Copy) -> None:
+        """Move what the device has copied to the host."""
+        begun, nbytes = perf_counter(), 0
+        for array, place in copy.queued:
+            place[...] = on_host(array)
+            nbytes += array.nbytes
+        self.prices.copy.observe(nbytes, perf_counter() - begun)
+        copy.queued = []
+
+    def _next_copy(self) -> Copy | None:
+        while self._wanted:
+            name, _ = self._wanted.popitem(last=False)
+            pages = self._pages_of(name)
+            if pages is None or self._disk.has(name):
+                continue
+            return self._begun(name, pages)
+        return None
+
+    def _pages_of(self, name: BlockName) -> list[int] | None:
+        """Return the pages in memory that hold a block; None if some are not there."""
+        page = self._page(name.digest)
+        found: list[int] = []
+        while page is not None:
+            found.append(page)
+            label = self._label(page)
+            if label is None:
+                return None
+            if label.number == name.first:
+                return found[::-1]
+            page = self._page(label.before)
+        return None
+
+    def _page(self, digest: bytes) -> int | None:
+        page = self._pages.get(digest)
+        if page is None:
+            return None
+        label = self._label(page)
+        return page if label is not None and label.digest == digest else None
+
+    def _begun(self, name: BlockName, pages: list[int]) -> Copy | None:
+        """Return the copy of a block in `pages`, with nothing copied yet."""
+        size = self._pool.page_size
+        tensors: dict[str, Tensor] = {}
+        places: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
+        for number, store in enumerate(self._stores):
+            of = store.shape
+            pair = []
+            for part, dim in (("keys", of.key_dim), ("values", of.value_dim)):
+                shape = (of.kv_heads, len(pages) * size, dim)
+                data = np.empty((*shape[:2], dim * of.dtype.size), np.uint8)
+                tensors[f"{part}.{number}"] = Tensor(dtype_name(of.dtype), shape, data.reshape(-1))
+                pair.append(data)
+            places.append((pair[0], pair[1]))
+        states: list[tuple[mx.array, NDArray[np.uint8]]] = []
+        if name.kind == STATE:
+            snapshot = self._pool.attachment(pages[-1])
+            if not isinstance(snapshot, Snapshot):
+                return self._next_copy()
+            states = list(state_tensors(snapshot, tensors))
+        labels = [self._pool.labels.get(page) for page in pages]
+        copy = Copy(name, iter(()), tensors)
+        copy.left = self._pieces(copy, pages, labels, places, states)
+        return copy
+
+    def _pieces(
+        self,
+        copy: Copy,
+        pages: list[int],
+        labels: list[object],
+        places: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]],
+        states: list[tuple[mx.array, NDArray[np.uint8]]],
+    ) -> Iterator[list[tuple[mx.array, NDArray[np.uint8]]]]:
+        """Yield the arrays of the next pieces, which are described as late as they are queued; sets
+        `broken` where a page has been given up meanwhile."""
+        size, done = self._pool.page_size, 0
+        while done < len(pages):
+            run = pages[done : done + self._at_once(self.prices.copy, self._busy)]
+            held = [self._pool.labels.get(page) for page in run]
+            if any(a is not b for a, b in zip(held, labels[done:], strict=False)):
+                copy.broken = True
+                return
+            slots = slice(done * size, (done + len(run)) * size)
+            queued = []
+            for store, (keys, values) in zip(self._stores, places, strict=True):
+                ours = store.copied(run)
+                queued += [(ours[0], keys[:, slots]), (ours[1], values[:, slots])]
+            yield queued
+            done += len(run)
+        for state in states:
+            yield [state]
+
+    def _at_once(self, rate: LearntRate, busy: bool) -> int:
+        """Return the number of pages to copy or to fill at once."""
+        if not busy:
+            return self._block
+        affordable = self._credit * (rate.value or 0.0) / self._page_bytes
+        return int(min(max(1.0, affordable), self._block))
+
+    def _queue(self, arrays: list[mx.array]) -> None:
+        """Queue operations on pages behind the step under way."""
+        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+        if not self._ahead:
+            self._last = mx.zeros((1,), mx.int32) + 1
+            mx.async_eval(self._last)  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        """Wait until nothing that was queued here holds the pages. On a CPU they are written in
+        place only if nothing else does, and the next step would copy them all."""
+        if self._last is not None:
+            mx.eval(self._last)
+            self._last = None
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def spill(self, seconds: float) -> None:
+        """Have all pages written that are kept for reuse, those used last first, as far as there
+        is time."""
+        due, self._busy = perf_counter() + seconds, False
+        held = [page for page in self._pool.labels if self._pool.references(page)]
+        self._want_pages([*held, *self._pool.newest])
+        while (self._copy or self._wanted) and (left := due - perf_counter()) > 0:
+            if not self._disk.writable:
+                if not self._disk.wait(min(left, 0.05)):
+                    break
+                continue
+            self._copy_more(False)
+
+    def purge(self) -> None:
+        """Forget all blocks, on disk as well."""
+        self._wanted.clear()
+        self._copy = None
+        self._disk.purge()
+
+    def reset(self) -> None:
+        """Forget what pages hold: they are gone."""
+        for load in self._loads.values():
+            self._end(load)
+        self._loads.clear()
+        self._wanted.clear()
+        self._copy = self._filling = None
+        self._pages.clear()
+
+    def close(self, seconds: float) -> None:
+        """Write what memory holds, as far as there is time, and end the threads."""
+        due = perf_counter() + seconds
+        self.spill(seconds)
+        self.reset()
+        self._disk.close(due - perf_counter())
+
+
+def stores_of(forward: Forward) -> list[LayerStore]:
+    """Return the layers' pages; none where this process has only a share of them, as in a group of
+    devices."""
+    stores = [store for store in forward.stores if isinstance(store, LayerStore)]
+    return stores if len(stores) == len(forward.stores) else []
+
+
+def block_pages(page_size: int) -> int:
+    """Return the number of pages in a block."""
+    return max(1, BLOCK_TOKENS // page_size)
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    name = str(dtype).removeprefix("mlx.core.")
+    return "bool_" if name == "bool" else name
+
+
+def on_host(array: mx.array) -> NDArray[np.uint8]:
+    """Return an array's bytes, the last axis longer by the size of its numbers."""
+    if not array.size:
+        return np.empty((*array.shape[:-1], array.shape[-1] * array.dtype.size), np.uint8)
+    return np.array(array.view(mx.uint8))
+
+
+def on_device(tensor: Tensor) -> mx.array:
+    dtype = getattr(mx, tensor.dtype)
+    if not tensor.data.nbytes:
+        return mx.zeros(tensor.shape, dtype)
+    return mx.array(tensor.data).view(dtype).reshape(tensor.shape)
+
+
+def part_of(tensor: Tensor, slots: slice) -> Tensor:
+    """Return a part of the second of three axes."""
+    heads, length, dim = tensor.shape
+    shape = (heads, slots.stop - slots.start, dim)
+    if not tensor.data.nbytes:
+        return Tensor(tensor.dtype, shape, tensor.data)
+    data = tensor.data.reshape(heads, length, -1)[:, slots]
+    return Tensor(tensor.dtype, shape, np.ascontiguousarray(data).reshape(-1))
+
+
+def fits(stores: list[LayerStore], page_size: int, block: PrefixBlock) -> bool:
+    """Return whether a block has the keys and values of these stores."""
+    for number, store in enumerate(stores):
+        of = store.shape
+        for part, dim in (("keys", of.key_dim), ("values", of.value_dim)):
+            tensor = block.tensors.get(f"{part}.{number}")
+            shape = (of.kv_heads, block.name.pages * page_size, dim)
+            if tensor is None or (tensor.dtype, tensor.shape) != (dtype_name(of.dtype), shape):
+                return False
+    return True
+
+
+def state_tensors(
+    snapshot: Snapshot, tensors: dict[str, Tensor]
+) -> Iterator[tuple[mx.array, NDArray[np.uint8]]]:
+    """Add a snapshot's arrays to `tensors`, and yield each with its place there."""
+    for layer, leaf in enumerate(snapshot.leaves):
+        for part, array in enumerate(leaf):
+            name = f"state.{layer}.{part}"
+            if array is None:
+                tensors[f"{name}.none"] = Tensor("uint8", (0,), np.empty(0, np.uint8))
+                continue
+            rows = array.reshape(1) if not array.shape else array
+            data = np.empty((*rows.shape[:-1], rows.shape[-1] * array.dtype.size), np.uint8)
+            tensors[name] = Tensor(dtype_name(array.dtype), tuple(array.shape), data.reshape(-1))
+            yield rows, data
+
+
+def leaves_of(tensors: Mapping[str, Tensor]) -> list[list[mx.array | None]]:
+    """Return the arrays of a snapshot that `state_tensors` has added."""
+    leaves: list[list[mx.array | None]] = []
+    named: dict[tuple[int, int], Any] = {}
+    for name, tensor in tensors.items():
+        kind, *numbers = name.split(".")
+        if kind == "state":
+            array = None if numbers[2:] else on_device(tensor)
+            named[int(numbers[0]), int(numbers[1])] = array
+    for (layer, _), array in sorted(named.items(), key=lambda item: item[0]):
+        while len(leaves) <= layer:
+            leaves.append([])
+        leaves[layer].append(array)
+    return leaves

@@ -1,0 +1,343 @@
+"""Answers of engines with prefixes on disk: those that they give without."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from devices.portable import Portable, PortableWriter, plainly
+from engine.rig import Rig, Row, alone, prompt
+from engine.seeing_rig import SeeingRig
+from mlx import nn
+from seeing import FAMILIES, scene
+from thorough import every_other
+from tiny_models import make_tiny_model
+
+from mlx_manager.mlx_server.config import PrefixDisk
+from mlx_manager.mlx_server.core import Finished
+from mlx_manager.mlx_server.engine.disk.tier import stores_of
+from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
+from mlx_manager.mlx_server.execution.forward import Forward
+from mlx_manager.mlx_server.execution.group.leader import ToldStore
+from mlx_manager.mlx_server.execution.select import choose
+
+LONG = 700
+BLOCK = 256
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> PrefixDisk:
+    return PrefixDisk(tmp_path / "kept", 1 << 28)
+
+
+def files_of(disk: PrefixDisk) -> list[Path]:
+    return sorted(disk.folder.rglob("*.safetensors"))
+
+
+async def cached(row: Row) -> tuple[int, list[int]]:
+    finished = await row.finished()
+    assert isinstance(finished, Finished)
+    return finished.usage.cached_tokens, row.tokens
+
+
+async def reference(rig: Rig, tokens: list[int], limit: int) -> list[int]:
+    return await rig.thread.call(lambda: alone(rig.model, tokens, limit))
+
+
+def on_kernels(model: nn.Module, size: int) -> Forward:
+    """As on a Mac: pages are written in place by kernels."""
+    return choose(model, size, kernels=Portable, compile=plainly, writers=PortableWriter)
+
+
+@pytest.mark.parametrize("way", [choose, on_kernels])
+async def test_a_prefix_outlives_the_engine(
+    llama: Path, disk: PrefixDisk, way: Callable[[nn.Module, int], Forward]
+) -> None:
+    async with Rig(llama, choose=way, disk=disk) as rig:
+        first = await cached(rig.submit(prompt(LONG), 8))
+        assert first == (0, await reference(rig, prompt(LONG), 8))
+        assert files_of(disk) == []
+    assert len(files_of(disk)) == LONG // BLOCK
+    async with Rig(llama, choose=way, disk=disk) as rig:
+        found, tokens = await cached(rig.submit(prompt(LONG), 8))
+        assert found == LONG // BLOCK * BLOCK
+        assert tokens == first[1]
+        stats = rig.engine.stats()
+        assert stats.prefix_hits == found
+        assert stats.disk is not None
+        assert stats.disk.hits == found
+        assert stats.disk.read_bytes > 0
+        # Now it is in memory.
+        found, tokens = await cached(rig.submit(prompt(LONG), 8))
+        assert found == (LONG - 1) // 16 * 16
+        assert tokens == first[1]
+        assert rig.engine.stats().pages_held == 0
+
+
+async def test_what_is_used_a_second_time_is_written_while_others_run(
+    llama: Path, disk: PrefixDisk
+) -> None:
+    async with Rig(llama, disk=disk) as rig:
+        other = rig.submit(prompt(20, 9), 200)
+        await cached(rig.submit(prompt(LONG), 4))
+        await cached(rig.submit(prompt(LONG), 4))
+        for _ in range(1000):
+            if len(files_of(disk)) == LONG // BLOCK:
+                break
+            await asyncio.sleep(0.01)
+        assert len(files_of(disk)) == LONG // BLOCK
+        await other.finished()
+        assert other.tokens == await reference(rig, prompt(20, 9), 200)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+async def test_a_crowd_reads_from_disk_what_each_would_draw_alone(
+    llama: Path, disk: PrefixDisk, looks_ahead: bool
+) -> None:
+    prompts = [prompt(LONG + 10 * i, i + 1) for i in range(4)]
+    async with Rig(llama, disk=disk) as rig:
+        expected = [(await cached(rig.submit(tokens, 12)))[1] for tokens in prompts]
+    # Others begin as they do, and end in another way.
+    prompts += [tokens[:-30] + prompt(40, 77) for tokens in prompts]
+    async with Rig(llama, disk=disk, prefill_chunk=64, looks_ahead=looks_ahead) as rig:
+        runs = [rig.submit(prompt(9, 50 + i), 60) for i in range(3)]
+        rows = [rig.submit(tokens, 12) for tokens in prompts]
+        answers = await asyncio.gather(*map(cached, rows))
+        # The first is read, since nothing is known of prices; others where that has been cheaper.
+        assert answers[0][0] >= LONG // BLOCK * BLOCK
+        assert [tokens for _, tokens in answers[:4]] == expected
+        for tokens, (_, drawn) in zip(prompts[4:], answers[4:], strict=True):
+            assert drawn == await reference(rig, tokens, 12)
+        for i, run in enumerate(runs):
+            await run.finished()
+            assert run.tokens == await reference(rig, prompt(9, 50 + i), 60)
+
+
+@pytest.mark.parametrize(
+    "family", every_other(["qwen3_5", "falcon_h1", "deepseek_v2", "gemma3", "lfm2"])
+)
+async def test_every_kind_of_layer_goes_on_from_disk(
+    tmp_path: Path, disk: PrefixDisk, family: str
+) -> None:
+    model = make_tiny_model(tmp_path / family, family)
+    async with Rig(model, disk=disk) as rig:
+        _, first = await cached(rig.submit(prompt(LONG), 8))
+        followed = prompt(LONG) + first + prompt(30, 5)
+        expected = await reference(rig, followed, 8)
+    async with Rig(model, disk=disk) as rig:
+        found, tokens = await cached(rig.submit(followed, 8))
+        assert found >= LONG // BLOCK * BLOCK
+        assert tokens == expected
+        if rig.forward.prefixes == "snapshot":
+            assert found == (LONG - 1) // 16 * 16
+        again, tokens = await cached(rig.submit(followed, 8))
+        assert again >= found
+        assert tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "harmed", "gained"),
+    [("llama", False, 768), ("llama", True, 512), ("qwen3_5", False, 832), ("qwen3_5", True, 0)],
+)
+async def test_the_first_tokens_are_computed_while_the_others_are_read(
+    tmp_path: Path, disk: PrefixDisk, family: str, harmed: bool, gained: int
+) -> None:
+    model, tokens = make_tiny_model(tmp_path / family, family), prompt(1100)
+    async with Rig(model, disk=disk) as rig:
+        _, expected = await cached(rig.submit(tokens, 8))
+    async with Rig(model, disk=disk, prefill_chunk=64) as rig:
+
+        def learn() -> None:
+            """Prices by which reading is a little faster than computing."""
+            prices = rig.engine._disk.prices  # type: ignore[union-attr]
+            prices.prefill.value, prices.read.value = 1000.0, 1200.0 * prices.token_bytes
+
+        await rig.on_thread(learn)
+        if harmed:
+            last = max(files_of(disk), key=lambda file: -file.stat().st_mtime)
+            last.write_bytes(last.read_bytes()[:-1])
+        row = rig.submit(tokens, 8)
+        other = rig.submit(prompt(30, 3), 40)
+        assert await cached(row) == (gained, expected)
+        await other.finished()
+        assert other.tokens == await reference(rig, prompt(30, 3), 40)
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3_vl"])
+async def test_pictures_are_told_apart_on_disk(tmp_path: Path, disk: PrefixDisk, name: str) -> None:
+    family, grids = FAMILIES[name], ((4, 6), (3, 5))
+    of = scene(family, grids=grids, before=200, after=60)
+
+    async def answers(*numbers: tuple[int, int], kept: PrefixDisk | None) -> list[str]:
+        async with SeeingRig(family, tmp_path / str(kept is None), disk=kept) as rig:
+            for pair in numbers:
+                row = rig.look(of, grids, pair, 6)
+                rig.run(1_000_000)
+                found.append((row.sequence.cached, row.tokens))
+            return rig.tower.begun
+
+    found: list[tuple[int | None, list[int]]] = []
+    await answers((1, 2), (3, 2), kept=None)
+    expected = [tokens for _, tokens in found]
+    assert expected[0] != expected[1]
+    found.clear()
+    await answers((5, 9), (1, 2), kept=disk)
+    # In the next process other numbers stand for the pictures.
+    found.clear()
+    begun = await answers((3, 2), (1, 2), kept=disk)
+    assert [tokens for _, tokens in found] == [expected[1], expected[0]]
+    assert [cached for cached, _ in found] == [0, BLOCK]
+    # The tower need not read what lies before the end of what is on disk.
+    assert begun == ["3", "2"]
+
+
+@pytest.mark.parametrize("harm", ["torn", "flipped", "emptied", "foreign", "renamed", "gone"])
+async def test_a_damaged_file_is_removed_and_its_tokens_are_computed(
+    llama: Path, disk: PrefixDisk, harm: str
+) -> None:
+    async with Rig(llama, disk=disk) as rig:
+        _, expected = await cached(rig.submit(prompt(LONG), 8))
+        await cached(rig.submit(prompt(LONG, 2), 8))
+    for file in files_of(disk):
+        content = file.read_bytes()
+        match harm:
+            case "torn":
+                file.write_bytes(content[: len(content) // 2])
+            case "flipped":
+                half = len(content) // 2
+                file.write_bytes(content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :])
+            case "emptied":
+                file.write_bytes(b"")
+            case "foreign":
+                file.write_bytes(b"\xff" * 8 + b"no header" * 100)
+            case "renamed":
+                file.rename(file.with_name("a" + file.name))
+            case "gone":
+                file.unlink()
+    if harm == "renamed":
+        for file in files_of(disk):
+            file.rename(file.with_name(f"{abs(hash(file.name)):040x}"[-40:] + file.name[41:]))
+    else:
+        damaged = files_of(disk)
+    async with Rig(llama, disk=disk) as rig:
+        assert await cached(rig.submit(prompt(LONG), 8)) == (0, expected)
+        if harm not in {"renamed", "gone"}:
+            assert len(files_of(disk)) < len(damaged)
+
+
+async def test_blocks_of_another_prefix_do_not_pass_for_one(llama: Path, disk: PrefixDisk) -> None:
+    """Two whole files that have changed their names are both refused."""
+    async with Rig(llama, disk=disk) as rig:
+        _, expected = await cached(rig.submit(prompt(LONG), 8))
+        await cached(rig.submit(prompt(LONG, 2), 8))
+    names = files_of(disk)
+    contents = [name.read_bytes() for name in names]
+    for name, content in zip(names, [*contents[1:], contents[0]], strict=True):
+        name.write_bytes(content)
+    async with Rig(llama, disk=disk) as rig:
+        assert await cached(rig.submit(prompt(LONG), 8)) == (0, expected)
+
+
+async def test_pages_about_to_be_given_up_are_written(llama: Path, disk: PrefixDisk) -> None:
+    # Memory for some two prompts of this length.
+    async with Rig(llama, disk=disk, memory=1_200_000) as rig:
+        expected = [(await cached(rig.submit(prompt(LONG, i), 8)))[1] for i in range(1, 9)]
+        stats = rig.engine.stats()
+        assert stats.pages_attainable < 8 * (LONG // 16), "all of them have room"
+        for i in range(1, 9):
+            assert (await cached(rig.submit(prompt(LONG, i), 8)))[1] == expected[i - 1]
+        assert rig.engine.stats().disk.hits > 0  # type: ignore[union-attr]
+
+
+async def test_a_cancelled_prompt_leaves_nothing_behind(llama: Path, disk: PrefixDisk) -> None:
+    async with Rig(llama, disk=disk) as rig:
+        _, expected = await cached(rig.submit(prompt(LONG), 8))
+    async with Rig(llama, disk=disk) as rig:
+        for _ in range(20):
+            row = rig.submit(prompt(LONG), 8)
+            await asyncio.sleep(0)
+            rig.cancel(row)
+        assert (await cached(rig.submit(prompt(LONG), 8)))[1] == expected
+        assert rig.engine.stats().pages_held == 0
+
+
+async def test_what_is_forgotten_is_forgotten_on_disk(llama: Path, disk: PrefixDisk) -> None:
+    async with Rig(llama, disk=disk) as rig:
+        await cached(rig.submit(prompt(LONG), 8))
+    assert files_of(disk)
+    async with Rig(llama, disk=disk) as rig:
+        await rig.on_thread(rig.engine.drop_prefixes)
+        assert (await cached(rig.submit(prompt(LONG), 8)))[0] == 0
+
+
+async def test_no_more_is_written_a_day_than_allowed(llama: Path, tmp_path: Path) -> None:
+    async with Rig(llama, disk=PrefixDisk(tmp_path / "free", 1 << 28)) as rig:
+        await cached(rig.submit(prompt(LONG), 8))
+    one = files_of(PrefixDisk(tmp_path / "free", 0))[0].stat().st_size
+    disk = PrefixDisk(tmp_path / "kept", 1 << 28, one + one // 2)
+    for i in range(3):
+        async with Rig(llama, disk=disk) as rig:
+            await cached(rig.submit(prompt(LONG, i + 1), 8))
+    assert len(files_of(disk)) == 1
+
+
+async def test_a_folder_that_cannot_be_used_costs_no_answer(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    async with Rig(llama, disk=PrefixDisk(tmp_path / "file", 1 << 28)) as rig:
+        found, tokens = await cached(rig.submit(prompt(LONG), 8))
+        assert (found, tokens) == (0, await reference(rig, prompt(LONG), 8))
+
+
+async def test_a_folder_that_goes_away_costs_no_answer(llama: Path, disk: PrefixDisk) -> None:
+    async with Rig(llama, disk=disk) as rig:
+        _, expected = await cached(rig.submit(prompt(LONG), 8))
+    async with Rig(llama, disk=disk) as rig:
+        os.rename(disk.folder, disk.folder.with_name("elsewhere"))
+        assert await cached(rig.submit(prompt(LONG), 8)) == (0, expected)
+
+
+async def test_prompts_of_another_salt_are_not_found_on_disk(llama: Path, disk: PrefixDisk) -> None:
+    def salted(rig: Rig, salt: str) -> Row:
+        row = rig.row(prompt(LONG), 8)
+        row.sequence.salt = salt
+        rig.submit_together([row])
+        return row
+
+    async with Rig(llama, disk=disk) as rig:
+        _, expected = await cached(salted(rig, "mine"))
+    for salt, found in (("", 0), ("yours", 0), ("mine", LONG // BLOCK * BLOCK)):
+        async with Rig(llama, disk=disk) as rig:
+            assert await cached(salted(rig, salt)) == (found, expected)
+
+
+async def test_a_draft_model_reads_for_itself_what_has_come_from_disk(
+    llama: Path, disk: PrefixDisk
+) -> None:
+    async with Rig(llama, disk=disk) as rig:
+        _, expected = await cached(rig.submit(prompt(LONG), 30))
+    async with Rig(llama, disk=disk, draft=llama, speculation="on") as rig:
+        for found in (LONG // BLOCK * BLOCK, (LONG - 1) // 16 * 16):
+            assert await cached(rig.submit(prompt(LONG), 30)) == (found, expected)
+
+
+class Told:
+    """A crew that does nothing."""
+
+    size = 2
+
+    def tell(self, order: object) -> None:
+        pass
+
+
+def test_pages_that_lie_on_several_devices_are_none_for_a_disk() -> None:
+    """This process has a share of their heads, and other ranks would not know of what was read."""
+    own = [LayerStore(LayerShape(2, 8, 8, mx.float32), 16) for _ in range(2)]
+    alone, shared = SimpleNamespace(stores=own), SimpleNamespace(stores=[*own])
+    shared.stores[0] = ToldStore(own[0], Told())  # type: ignore[arg-type]
+    assert stores_of(alone) == own  # type: ignore[arg-type]
+    assert stores_of(shared) == []  # type: ignore[arg-type]

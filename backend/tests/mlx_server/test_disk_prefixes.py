@@ -1,0 +1,66 @@
+"""Prefixes on disk, through a real server that is killed and started again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from live import live_server
+
+TEXT = " ".join(f"Rule {i}: page {i * 7 % 83} of the book comes first." for i in range(60))
+
+
+def ask(url: str) -> dict[str, Any]:
+    body = {
+        "model": "mlx-manager/demo",
+        "messages": [{"role": "system", "content": TEXT}, {"role": "user", "content": "Hello!"}],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+    return answer.raise_for_status().json()  # type: ignore[no-any-return]
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def cached_of(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def on_disk(url: str) -> dict[str, int]:
+    models = httpx.get(f"{url}/v1/admin/models", timeout=60).raise_for_status().json()["data"]
+    found = next(model for model in models if model["id"] == "mlx-manager/demo")
+    return found["prefix_disk"]  # type: ignore[no-any-return]
+
+
+def test_a_killed_server_s_prefixes_are_found_by_the_next_one(tmp_path: Path) -> None:
+    settings = {"prefix_disk_gb": 1, "prefix_disk_dir": tmp_path / "kept", "log_level": "info"}
+    with live_server(tmp_path / "first", **settings) as server:
+        first, second = ask(server.url), ask(server.url)
+        prompt = first["usage"]["prompt_tokens"]
+        assert text_of(first) == text_of(second)
+        due = time.monotonic() + 30
+        while len(files := list((tmp_path / "kept").rglob("*.safetensors"))) < prompt // 256:
+            assert time.monotonic() < due, "what is used a second time is not written"
+            time.sleep(0.02)
+        written = on_disk(server.url)
+        assert written["written_bytes"] == sum(file.stat().st_size for file in files)
+        assert written["files_bytes"] == written["written_today"] == written["written_bytes"]
+        server.process.kill()
+    with live_server(tmp_path / "second", **settings) as server:
+        again = ask(server.url)
+        assert text_of(again) == text_of(first)
+        assert cached_of(again) == prompt // 256 * 256
+        read = on_disk(server.url)
+        assert read["hits"] == cached_of(again)
+        assert read["read_bytes"] > 0
+        metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
+        for name in ("hits_total", "read_bytes_total", "written_bytes_total", "bytes"):
+            assert f"mlx_manager_prefix_disk_{name}" in metrics
+        cleared = httpx.post(f"{server.url}/v1/admin/prefix-cache/clear", json={}, timeout=60)
+        cleared.raise_for_status()
+        assert cached_of(ask(server.url)) == 0
