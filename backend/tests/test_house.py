@@ -88,7 +88,7 @@ ROOMS = {
     "engine/stream.py": "stream",
     **{
         f"engine/kv/{name}.py": "kv"
-        for name in ("__init__", "contents", "pages", "prefix", "store")
+        for name in ("__init__", "coded", "contents", "pages", "prefix", "store")
     },
     "engine/sampling.py": "sampling",
     "engine/prompt_images.py": "pictures",

@@ -19,6 +19,7 @@ from mlx_manager.mlx_server.settings import (
     PREFIX,
     TABLE,
     ImagesAsText,
+    KVBits,
     ReasoningField,
     Secret,
     Setting,
@@ -52,8 +53,8 @@ class EngineLimits:
     """Limits of one model's engine.
 
     max_rows: sequences decoded together. max_waiting: requests queued beyond those.
-    page_size: tokens a KV page. prefill_chunk: most prompt tokens processed in one step (None: by
-    the device).
+    page_size: tokens a KV page. kv_bits: of a number in it; 16 stands for the model's own
+    precision. prefill_chunk: most prompt tokens processed in one step (None: by the device).
     prefix_cache: unreferenced pages stay for reuse. image_cache: bytes of pictures' features that
     are kept for reuse. speculation: whether drafts are tried where that is faster, wherever one is
     found, or never. longest_draft: most tokens of a draft. prefix_disk: where prefixes are kept
@@ -69,6 +70,7 @@ class EngineLimits:
     speculation: Speculation = Settings.speculation
     longest_draft: int = Settings.draft_tokens
     prefix_disk: PrefixDisk | None = None
+    kv_bits: KVBits = Settings.kv_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +273,7 @@ class MLXServerSettings(_Fields):
         env_prefix=PREFIX, frozen=True, extra="ignore", hide_input_in_errors=True
     )
 
-    @field_validator("validation_status", mode="before")
+    @field_validator("validation_status", "kv_bits", mode="before")
     @classmethod
     def _read_number(cls, value: object) -> object:
         """Read the digits of an environment variable as the number that they are."""
@@ -390,6 +392,7 @@ class MLXServerSettings(_Fields):
             self.speculation,
             self.draft_tokens,
             self.prefix_disk if self.prefix_cache else None,
+            self.kv_bits,
         )
 
     @cached_property

@@ -29,6 +29,7 @@ MOST = 2**20
 ReasoningField = Literal["reasoning_content", "reasoning"]
 ImagesAsText = Literal["history", "never", "always"]
 Speculation = Literal["auto", "on", "off"]
+KVBits = Literal[16, 8]
 
 
 def setting(default: object, text: str, metavar: str | None = None, **bounds: Any) -> Any:
@@ -164,6 +165,11 @@ class Memory:
         "Most prompt tokens in one step; default 512, on a GPU 2048, or less, or 8192 where that "
         "takes under 80 ms",
         ge=16,
+    )
+    kv_bits: KVBits = setting(
+        16,
+        "Bits of a number in KV pages: 16 (as in the weights, or float32 on a CPU), or 8, which "
+        "takes about half the memory",
     )
     prefix_cache: bool = setting(True, "Reuse the KV pages of prompts that begin alike")
     image_cache_mb: float = size(

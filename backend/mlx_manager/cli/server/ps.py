@@ -95,7 +95,7 @@ def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, 
     if not models:
         typer.echo("No model is loaded.")
         return
-    numbers = ("memory", "devices", "running", "waiting", "accepted")
+    numbers = ("memory", "devices", "running", "waiting", "accepted", "KV a token")
     drafting = ("draft model",) if any(model["draft_model"] for model in models) else ()
     shown = table("model", "state", *numbers, *drafting, "weights", "stays", right=numbers)
     for model in models:
@@ -108,11 +108,18 @@ def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, 
             str(states.count("running")),
             str(states.count("waiting")),
             "" if model["acceptance"] is None else f"{model['acceptance']:.0%}",
+            kept(model),
             *(model["draft_model"] or "" for _ in drafting),
             model["weights"]["name"] if model["weights"] else "",
             stay(model),
         )
     show(shown)
+
+
+def kept(model: dict[str, Any]) -> str:
+    """Return the bytes of one token's keys and values, and the format of their numbers."""
+    size, form = model["kv_token_bytes"], model["kv_format"]
+    return "" if size is None else f"{sized(size)} {form}"
 
 
 def stay(model: dict[str, Any]) -> str:

@@ -156,7 +156,13 @@ def prepare(
     Raises:
         ModelNotSupported: what the draft model's layers keep is not all on pages.
     """
-    forward = choice(loaded.model, limits.page_size, doing=doing, vision=loaded.vision)
+    forward = choice(
+        loaded.model,
+        limits.page_size,
+        kv_bits=limits.kv_bits,
+        doing=doing,
+        vision=loaded.vision,
+    )
     drafting = None
     if draft is not None:
         if why := objection(limits, forward, looks_ahead=forward.looks_ahead):
@@ -190,8 +196,8 @@ def kept_on_disk(
         "forward": [forward.kind, forward.prefixes],
         "pages": [limits.page_size, block_pages(limits.page_size)],
         "layers": [
-            [of.kv_heads, of.key_dim, of.value_dim, dtype_name(of.dtype), of.window]
-            for of in (store.shape for store in stores)
+            [store.format, of.kv_heads, of.key_dim, of.value_dim, dtype_name(of.dtype), of.window]
+            for store, of in ((store, store.shape) for store in stores)
         ],
     }
     return BlockDisk(Folder(limits.prefix_disk), loaded.id, facts, loaded.files, wake)

@@ -20,6 +20,7 @@ KINDS: tuple[KernelKind[Any, Any], ...] = (
     attention.WRITER,
     attention.ATTENTION,
     attention.FEATURED,
+    attention.CODED,
     attention.CHUNKS,
     attention.LATENTS,
     attention.EXPANSION,

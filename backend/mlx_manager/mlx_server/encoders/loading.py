@@ -219,6 +219,10 @@ def checked_encoder(source: ModelSource, recipe: Recipe) -> CheckedEncoder:
     folder.check()
     if recipe.adapter is not None:
         raise ModelNotSupported(f"{source.id} is an encoder; adapters are for text models.")
+    if recipe.kv_bits is not None:
+        raise ModelNotSupported(
+            f"{source.id} is an encoder and keeps no keys and values; kv_bits is for text models."
+        )
     kind = kind_of(folder)
     activation: Activation = "identity"
     if kind == "reranker" and not is_generative(folder):

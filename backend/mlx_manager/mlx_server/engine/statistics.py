@@ -23,6 +23,7 @@ GAP_BOUNDS = (
 class EngineStats:
     """Figures of an engine. Bytes are those of all layers together.
 
+    kv_format: of the numbers in pages, see `LayerStore.format`; "" if there are no pages.
     pages_attainable: most pages that there could be. Counted since the engine was made: steps,
     prompt_tokens and generated_tokens of all rows, prefix_queries and prefix_hits in tokens,
     pauses, drafts, draft_tokens and accepted_tokens. disk: None without one.
@@ -39,6 +40,7 @@ class EngineStats:
     pages_attainable: int
     page_size: int
     page_bytes: int
+    kv_format: str
     tokens_live: int
     steps: int
     prompt_tokens: int

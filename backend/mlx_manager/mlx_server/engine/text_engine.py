@@ -491,6 +491,7 @@ class TextEngine:
             pages_attainable=pages.attainable,
             page_size=pool.page_size,
             page_bytes=pages.page_bytes,
+            kv_format=self._memory.kv_format,
             tokens_live=sum(row.computed for row in queues.rows),
             steps=counted.steps,
             prompt_tokens=counted.prompt_tokens,

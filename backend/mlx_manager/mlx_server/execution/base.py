@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.devices.metal.order import IN_ORDER, LaunchOrder
+from mlx_manager.mlx_server.engine.kv.coded import CodedStore
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.execution.forward import Prefixes, Snapshot
 
@@ -58,8 +60,12 @@ class PlainForward:
     def restore(self, key: int, snapshot: Snapshot) -> None:
         pass
 
+    def keep_in_8_bits(self, readers: KernelSet | None = None) -> None:
+        assert not any(store.writes_in_place for store in self.stores)
+        self.stores = [CodedStore(of.shape, of.page_size, readers) for of in self.stores]
+
     def _pages(self) -> list[mx.array]:
-        return [array for store in self.stores for array in (store.keys, store.values)]
+        return [array for store in self.stores for array in store.held]
 
 
 # A step of 128 rows of the embedded model takes two cores 26 ms, and two of 64 take 30.

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.devices.metal.order import LaunchOrder
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape
@@ -90,6 +91,12 @@ class PageStore(Protocol):
     @property
     def shape(self) -> LayerShape: ...
 
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def token_bytes(self) -> int: ...
+
     def resize(self, pages: int) -> bool: ...
 
     def clear(self, pages: Sequence[int]) -> None: ...
@@ -141,6 +148,17 @@ class Forward(Protocol):
 
     def serve(self) -> None:
         """End the load: from now on the thread that calls `run` computes its result, too."""
+        ...
+
+    def keep_in_8_bits(self, readers: KernelSet | None = None) -> None:
+        """Replace the stores, which are empty and which no kernel writes to, by stores in 8 bits.
+        Called before `serve`.
+
+        readers: kernels that attend over them, where there are some.
+
+        Raises:
+            ValueError: a layer's keys and values can't be kept in 8 bits.
+        """
         ...
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:

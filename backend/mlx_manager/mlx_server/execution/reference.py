@@ -64,7 +64,7 @@ class Reference:
     def disagreement(self, forward: Forward) -> str | None:
         """Return a message that says how `forward` differs from the model, or None if it does
         not."""
-        distances = self._distances(run_both(forward, self.texts, self.page_size))
+        distances = self.distances(forward)
         first = self.logits[0][0]
         # Half precision rounds differently in products of different shapes.
         allowed = 2e-3 if first.dtype == mx.float32 else 5e-2
@@ -77,6 +77,11 @@ class Reference:
             allowed = max(allowed, MARGIN * self.noise)
         wrong = difference(distances, allowed, strays=strays)
         return wrong and f"its logits differ from the model's own {wrong}"
+
+    def distances(self, forward: Forward) -> list[float]:
+        """Return how far each of the logits of `forward` is from the model's own; see
+        `likeness.distance`."""
+        return self._distances(run_both(forward, self.texts, self.page_size))
 
     def from_itself(self) -> float:
         """Return the distance of the model's logits from its own when it reads a token at a

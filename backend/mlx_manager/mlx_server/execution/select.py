@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
 from typing import Protocol
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from mlx import nn
 
 from mlx_manager.mlx_server.devices.attention import kinds as attention
 from mlx_manager.mlx_server.devices.attention.kernel_set import (
+    BuildCoded,
     BuildKernels,
     BuildLatents,
     BuildWriter,
@@ -24,7 +26,9 @@ from mlx_manager.mlx_server.devices.cuda.linear_attention.delta import BuildDelt
 from mlx_manager.mlx_server.devices.cuda.linear_attention.short import BuildShort
 from mlx_manager.mlx_server.devices.cuda.mapped import carrier
 from mlx_manager.mlx_server.devices.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kv.coded import is_coded
 from mlx_manager.mlx_server.engine.sampling import every_way
+from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.execution.alone import AloneForward
 from mlx_manager.mlx_server.execution.attention.paged import KeyAccess
 from mlx_manager.mlx_server.execution.caches import shapes_of
@@ -44,20 +48,25 @@ from mlx_manager.mlx_server.execution.module.separate import SeparateForward
 from mlx_manager.mlx_server.execution.module.steps import ModuleSteps
 from mlx_manager.mlx_server.execution.reference import Reference
 from mlx_manager.mlx_server.execution.spec.decoder import attention_shapes
+from mlx_manager.mlx_server.settings import KVBits
 from mlx_manager.mlx_server.utils.progress import Doing, counted, unheard
 
 log = logging.getLogger(__name__)
+CODED = 0.1
+"""Largest allowed median of the distances of logits over keys and values in 8 bits from the model's
+own: those of tiny random models are up to 0.04 away, those of another text 1.4."""
 
 
 class ChooseForward(Protocol):
-    """Function that chooses the way of running a model, in pages of so many tokens. doing: told
-    what is begun. vision: of a model that sees."""
+    """Function that chooses the way of running a model, in pages of so many tokens. kv_bits: of
+    keys and values, see `choose`. doing: told what is begun. vision: of a model that sees."""
 
     def __call__(
         self,
         model: nn.Module,
         page_size: int,
         *,
+        kv_bits: KVBits = 16,
         doing: Doing = unheard,
         vision: VisionTraits | None = None,
     ) -> Forward: ...
@@ -72,27 +81,35 @@ def choose(  # noqa: PLR0917
     writers: BuildWriter = attention.build_writer,
     latents: BuildLatents = attention.build_latents,
     shorts: BuildShort = short.build,
+    coded: BuildCoded = attention.checked_coded,
     *,
+    kv_bits: KVBits = 16,
     doing: Doing = unheard,
     vision: VisionTraits | None = None,
     crew: Crew | None = None,
 ) -> Forward:
     """Return the first way of running `model` whose logits are those of its own forward pass.
 
-    kernels, deltas, writers, latents, shorts: builders of a GPU's kernels; a CPU has none. compile:
-    compiles steps, where there are kernels. doing: told what is begun. vision: of a model that
-    sees; what is compared are texts. crew: the other ranks, where the model is one rank's share; it
-    is then run as a module, since our decoder reads whole models.
+    kernels, deltas, writers, latents, shorts, coded: builders of a GPU's kernels; a CPU has none.
+    compile: compiles steps, where there are kernels. kv_bits: 8 for keys and values in 8 bits,
+    which MLX's own operations write, and `coded` are kernels for running rows to read. doing: told
+    what is begun. vision: of a model that sees; what is compared are texts. crew: the other ranks,
+    where the model is one rank's share; it is then run as a module, since our decoder reads whole
+    models.
 
     Raises:
-        ModelNotSupported: the model's own pass fails on this machine, or gives no numbers.
+        ModelNotSupported: the model's own pass fails on this machine, or gives no numbers; or its
+            keys and values can't be kept in so few bits.
     """
     doing("it is run as it is, to compare with")
-    modules = Ways(model, page_size, kernels, writers, compile)
+    if kv_bits == 8 and crew is not None:
+        raise _refused("it is spread over several devices")
+    modules = Ways(model, page_size, kernels, writers, compile, coded)
     if crew is not None:
         crew.tell(Refer(page_size))
     reference = Reference.of(model, page_size)
-    modules.check_chunks(doing)
+    if kv_bits != 8:
+        modules.check_chunks(doing)
     if crew is None:
         build = partial(
             FusedDecoder.build,
@@ -105,22 +122,24 @@ def choose(  # noqa: PLR0917
             shorts=shorts,
             mrope=None if vision is None else vision.mrope,
         )
-        ways = _ways(modules, build, reference, doing, vision)
+        ways = _ways(modules, build, reference, doing, vision, kv_bits)
     else:
-        reference.before_more = partial(crew.tell, Refer(page_size, again=True))
-        ways = [
-            partial(_compared, partial(_in_group, crew, modules, *way, vision), reference)
-            for way in MODULES
-        ]
+        ways = _ways_in_group(crew, modules, reference, vision)
     forward = _first_right(model, ways, modules, doing) or _by_row(modules, vision, crew)
+    if kv_bits == 8:
+        doing("its keys and values in 8 bits are compared")
+        _keep_in_8_bits(forward, reference, modules.kernels)
     if forward.looks_ahead or mx.default_device() == mx.gpu:
-        # Sampling kernels are compiled and checked here, not in the step of the first row that
-        # draws.
-        doing("kernels that draw tokens are checked")
-        for drawn in every_way(mx.stack(reference.logits[0][:2])):
-            mx.eval(drawn)
-        carrier()
+        _draw_once(reference, doing)
     return forward
+
+
+def _draw_once(reference: Reference, doing: Doing) -> None:
+    """Compile and check sampling kernels, which the first row that draws should not wait for."""
+    doing("kernels that draw tokens are checked")
+    for drawn in every_way(mx.stack(reference.logits[0][:2])):
+        mx.eval(drawn)
+    carrier()
 
 
 MODULES = (
@@ -139,24 +158,26 @@ MODULES = (
 class Ways:
     """Ways of running mlx-lm's module `model` on this machine, in pages of so many tokens.
 
-    build, writers: builders of a GPU's kernels. compile: compiles steps, where there are kernels.
+    build, writers, coded: builders of a GPU's kernels. compile: compiles steps, where there are
+    kernels.
 
     Attributes:
         kernels: those of this model.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917
         self,
         model: nn.Module,
         page_size: int,
         build: BuildKernels = attention.build,
         writers: BuildWriter = attention.build_writer,
         compile: Compile = mx.compile,
+        coded: BuildCoded = attention.checked_coded,
     ) -> None:
         compute_chunks(model)
         self.model = model
         self.page_size = page_size
-        self.kernels = KernelSet(build, build_writer=writers)
+        self.kernels = KernelSet(build, build_writer=writers, build_coded=coded)
         self._compile = compile
 
     def check_chunks(self, doing: Doing = unheard) -> None:
@@ -188,21 +209,35 @@ class Ways:
         return over(self.model, self.page_size, reading, kernels, self._compile, vision=vision)
 
 
-def _ways(
+def _ways(  # noqa: PLR0917
     modules: Ways,
     build: Callable[[], FusedDecoder | Unsupported],
     reference: Reference,
     doing: Doing,
     vision: VisionTraits | None,
+    kv_bits: KVBits,
 ) -> list[Callable[[], Forward]]:
     """Return the ways of running a whole model, the fastest first."""
     model, kernels = modules.model, modules.kernels
     mrope = None if vision is None else vision.mrope
-    others: list[Callable[[], Forward]] = [partial(modules.make, *way, vision) for way in MODULES]
-    others.insert(2, lambda: join(model, modules.page_size, mrope))
+    # Kernels write no codes.
+    wanted = [way for way in MODULES if kv_bits != 8 or not way[1]]
+    others: list[Callable[[], Forward]] = [partial(modules.make, *way, vision) for way in wanted]
+    others.insert(0 if kv_bits == 8 else 2, lambda: join(model, modules.page_size, mrope))
+    ways: list[Callable[[], Forward]] = [partial(_compared, make, reference) for make in others]
+    if kv_bits != 8:
+        ways.insert(0, partial(_fused, model, kernels, build, reference, doing))
+    return ways
+
+
+def _ways_in_group(
+    crew: Crew, modules: Ways, reference: Reference, vision: VisionTraits | None
+) -> list[Callable[[], Forward]]:
+    """Return the ways of running rank 0's share of a model, the fastest first."""
+    reference.before_more = partial(crew.tell, Refer(modules.page_size, again=True))
     return [
-        partial(_fused, model, kernels, build, reference, doing),
-        *(partial(_compared, make, reference) for make in others),
+        partial(_compared, partial(_in_group, crew, modules, *way, vision), reference)
+        for way in MODULES
     ]
 
 
@@ -257,6 +292,34 @@ def _first_right(
         "; ".join(dict.fromkeys(reasons)),
     )
     return None
+
+
+def _keep_in_8_bits(forward: Forward, reference: Reference, readers: KernelSet) -> None:
+    """Keep keys and values of a forward that is right in 8 bits from now on.
+
+    Raises:
+        ModelNotSupported: it keeps none that can be, or the logits become others.
+    """
+    if forward.kind == "alone":
+        raise _refused("its rows are computed one at a time, over mlx-lm's own caches")
+    if not forward.stores:
+        raise _refused("its layers keep a state instead of them")
+    if not all(is_coded(store.shape) for store in forward.stores):
+        raise _refused("what its layers keep is latent vectors, or keys and values of two sizes")
+    forward.keep_in_8_bits(readers)
+    # Rounding to codes may well send a row through other experts, whatever the precision.
+    distances = reference.distances(forward)
+    for store in forward.stores:
+        store.resize(0)
+    if median(distances) > CODED:
+        raise _refused(f"its logits change by {median(distances):.2g} (relative; allowed {CODED})")
+
+
+def _refused(reason: str) -> ModelNotSupported:
+    return ModelNotSupported(
+        f"This model can't keep its keys and values in 8 bits: {reason}. "
+        "It can be served with kv_bits = 16."
+    )
 
 
 def _compared(make: Callable[[], Forward], reference: Reference) -> Forward:

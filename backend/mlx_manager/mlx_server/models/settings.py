@@ -64,6 +64,7 @@ from mlx_manager.mlx_server.limits import (
     TopP,
 )
 from mlx_manager.mlx_server.models.checkpoint.files import read_json
+from mlx_manager.mlx_server.settings import KVBits
 from mlx_manager.mlx_server.utils import toml
 
 log = logging.getLogger(__name__)
@@ -226,9 +227,9 @@ class Recipe:
     """The settings that a model is loaded by: if one changes, the model must be loaded again.
 
     base: the id or folder of its weights; None: its own name. adapter: a folder in mlx-lm's format.
-    context_length: a lower limit than the model's own. weights, devices: None: the server's
-    setting. draft_model: the id or folder of a model that drafts for it; None: the server's
-    setting. hostfile: the machines that it is spread over, in the form of `mlx.launch`'s.
+    context_length: a lower limit than the model's own. draft_model: the id or folder of a model
+    that drafts for it. hostfile: the machines that it is spread over, in the form of
+    `mlx.launch`'s. weights, draft_model, devices, kv_bits: None: the server's setting.
     """
 
     base: str | None = None
@@ -238,6 +239,7 @@ class Recipe:
     draft_model: str | None = None
     devices: int | None = None
     hostfile: Path | None = None
+    kv_bits: KVBits | None = None
 
 
 AS_IT_IS = Recipe()
@@ -248,9 +250,9 @@ class ModelSettings:
     """One model's table. ttl: seconds without use until it is unloaded; None: the server's setting.
     warm: files with system messages that are read when the model is loaded.
 
-    The first seven settings make up its `recipe`. A name with a base and without an adapter, a form
-    of weights, a draft model or devices of its own is a preset: it shares the base's engine, KV
-    pages and prefix cache, and its table applies to the requests that name it.
+    The first eight settings make up its `recipe`. A name with a base and without an adapter, a form
+    of weights, KV bits, a draft model or devices of its own is a preset: it shares the base's
+    engine, KV pages and prefix cache, and its table applies to the requests that name it.
 
     url: addresses of servers on other machines that have the model. key_env: the environment's
     variable with the key for them. remote_model: the model's name there. kind: its purpose, where
@@ -266,6 +268,7 @@ class ModelSettings:
     draft_model: Annotated[Name, AfterValidator(_id_or_folder)] | None = None
     devices: Annotated[int, Field(strict=True, ge=1)] | None = None
     hostfile: Annotated[Path, BeforeValidator(_filled), AfterValidator(_beside)] | None = None
+    kv_bits: KVBits | None = None
     aliases: tuple[Name, ...] = ()
     pinned: Switch = False
     preload: Switch = False
@@ -284,7 +287,14 @@ class ModelSettings:
 
     @property
     def is_preset(self) -> bool:
-        own = (self.adapter, self.weights, self.draft_model, self.devices, self.hostfile)
+        own = (
+            self.adapter,
+            self.weights,
+            self.draft_model,
+            self.devices,
+            self.hostfile,
+            self.kv_bits,
+        )
         return self.base is not None and all(each is None for each in own)
 
     @property
@@ -308,6 +318,7 @@ class ModelSettings:
             self.draft_model,
             self.devices,
             self.hostfile,
+            self.kv_bits,
         )
 
 
@@ -399,6 +410,7 @@ HERE_ONLY: tuple[str, ...] = (
     "draft_model",
     "devices",
     "hostfile",
+    "kv_bits",
 )
 """Settings of models that are loaded here."""
 ELSEWHERE_ONLY: tuple[str, ...] = ("key_env", "remote_model", "kind", "timeout")

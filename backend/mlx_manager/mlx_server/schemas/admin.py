@@ -77,11 +77,12 @@ class AdminModel(Wire):
 
     ttl_seconds: time without use after which it is unloaded, null for never; idle_seconds: how much
     of it has passed. outdated: its settings changed, and it will be loaded anew once it is idle.
-    memory: what it holds, by purpose. acceptance: the part of the tokens that were tried ahead that
-    was drawn, null if none was tried. servers: the other machines that have it; none if it is
-    loaded here. draft_model: what guesses some of them, null if it is not loaded. devices: the
-    number that it is spread over, null while it is not loaded. prefix_disk: null where no prompts
-    are kept on disk.
+    memory: what it holds, by purpose. kv_format, kv_token_bytes: of keys and values in its pages,
+    such as "bfloat16" or "int8/64", numbers of 8 bits with a scale for 64 of them; null if it has
+    none. acceptance: the part of the tokens that were tried ahead that was drawn, null if none was
+    tried. servers: the other machines that have it; none if it is loaded here. draft_model: what
+    guesses some of them, null if it is not loaded. devices: the number that it is spread over, null
+    while it is not loaded. prefix_disk: null where no prompts are kept on disk.
     """
 
     id: str
@@ -103,6 +104,8 @@ class AdminModel(Wire):
     outdated: bool
     weights: ModelWeights | None
     memory: dict[str, int]
+    kv_format: str | None
+    kv_token_bytes: int | None
     acceptance: float | None
     prefix_disk: AdminPrefixDisk | None
     servers: list[ModelServer]

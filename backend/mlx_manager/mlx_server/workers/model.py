@@ -300,7 +300,8 @@ class Model:
 
     def _brought(self, ready: PreparedModel) -> LoadedModel | LoadedEncoder:
         asked, prepared = ready.asked, ready.prepared
-        source, limits, engine, ledger = asked.source, asked.limits, asked.engine, self.ledger
+        source, limits, ledger = asked.source, asked.limits, self.ledger
+        engine = replace(asked.engine, kv_bits=asked.recipe.kv_bits or asked.engine.kv_bits)
         foresight = Foresight(partial(working_bytes, engine), multiplies_packed)
         loaded: LoadedModel | LoadedEncoder
         match prepared:

@@ -70,6 +70,8 @@ def test_ps_shows_models_and_requests_and_cancel_ends_one(
     assert request["id"] in shown
     assert "until room is needed" in shown
     assert "accepted" in shown
+    # Two heads of keys and two of values, of 64 numbers each, in 5 layers.
+    assert "5.00 kB float32" in shown
     refused = run("unload", DEMO, "--url", server)
     assert refused.returncode == 5
     assert "answering" in refused.stderr

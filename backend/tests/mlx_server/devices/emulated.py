@@ -41,6 +41,7 @@ METAL_TYPES = {
     mx.int32: "int32_t",
     mx.uint32: "uint32_t",
     mx.uint8: "uint8_t",
+    mx.int8: "int8_t",
 }
 
 

@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Rotary
+from mlx_manager.mlx_server.devices.attention.codes import decoded
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, CodedShape, Rotary
 from mlx_manager.mlx_server.devices.attention.splits import Splits
 from mlx_manager.mlx_server.devices.attention.writer import Pools
 from mlx_manager.mlx_server.devices.cuda.attention.chunk_plan import ChunkPlan
@@ -111,6 +112,19 @@ class Portable:
         return mx.fast.scaled_dot_product_attention(
             q[None], k_pool[None, :, seen], v_pool[None, :, seen], scale=scale, sinks=sinks
         )[0]
+
+
+class PortableCoded:
+    """`CodedKernels`, as `kernels.checked_coded` would give them."""
+
+    def __init__(self, of: CodedShape) -> None:
+        self.shape = of.attention
+        self._portable = Portable(of.attention)
+        self.plan = self._portable.plan
+
+    def attend_codes(self, q, codes, scales, table, lengths, **how):
+        pools = mx.split(decoded(codes, scales, q.dtype), 2)
+        return self._portable.attend(q, *pools, table, lengths, None, **how)
 
 
 class TraceableWriter:

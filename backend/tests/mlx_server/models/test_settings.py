@@ -44,6 +44,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         ttl = "never"
         context_length = 4096
         weights = "keep"
+        kv_bits = 8
         draft_model = "owner/small"
         sampling = { temperature = 0.7, top_p = 0.9, top_k = 40, min_p = 0.05 }
 
@@ -60,7 +61,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
     big, support = models.of("owner/big"), models.of("support")
     assert models.aliases() == (("gpt-4*", "owner/big"), ("big", "owner/big"))
     assert (big.pinned, big.preload, big.ttl) == (True, True, NEVER)
-    assert big.recipe == Recipe(None, None, 4096, "keep", "owner/small")
+    assert big.recipe == Recipe(None, None, 4096, "keep", "owner/small", kv_bits=8)
     assert big.sampling.given() == {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05}
     assert support.recipe == Recipe("owner/big", tmp_path / "adapters/support")
     assert (support.pinned, support.preload, support.ttl) == (False, False, 5400)
@@ -111,6 +112,10 @@ def test_who_is_allowed(tmp_path: Path):
         (
             '[models."b/c"]\nweights = "8bit"',
             r"""models\."b/c"\.weights: must be 'auto', 'keep' or 'dequantize', not '8bit'""",
+        ),
+        (
+            '[models."b/c"]\nkv_bits = 4',
+            r"""models\."b/c"\.kv_bits: must be 16 or 8, not 4""",
         ),
         ("[models.a]\nnope = 1", "models.a.nope is no setting; allowed are base, adapter, context"),
         ("[models.a]\npinned = 1", "models.a.pinned: must be true or false, not 1"),
@@ -195,6 +200,7 @@ KEYS = st.sampled_from(
         "adapter",
         "context_length",
         "weights",
+        "kv_bits",
         "aliases",
         "pinned",
         "preload",

@@ -176,6 +176,10 @@ def admin_model(status: ModelStatus, figures: Mapping[str, Any]) -> AdminModel:
         outdated=status.outdated,
         weights=weights_of(status),
         memory=dict(status.memory),
+        kv_format=engine.get("kv_format") or None,
+        kv_token_bytes=engine["page_bytes"] // engine["page_size"]
+        if engine.get("kv_format")
+        else None,
         acceptance=engine["accepted_tokens"] / tried if tried else None,
         prefix_disk=disk and AdminPrefixDisk.model_validate(disk),
         servers=servers_of(status),

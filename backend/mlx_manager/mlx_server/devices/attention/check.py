@@ -10,7 +10,13 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, PagedKernels, Rotary
+from mlx_manager.mlx_server.devices.attention.kernel import (
+    AttentionShape,
+    CodedKernels,
+    CodedShape,
+    PagedKernels,
+    Rotary,
+)
 from mlx_manager.mlx_server.devices.attention.writer import Pools
 from mlx_manager.mlx_server.devices.cuda.attention.chunk_plan import QueryRun
 from mlx_manager.mlx_server.devices.cuda.attention.chunks import ChunkKernels
@@ -155,6 +161,33 @@ def chunk_problem(
 
 
 @dataclass(frozen=True, slots=True)
+class CodedProblem:
+    """Problem over pages in 8 bits; see `CodedKernels`.
+
+    codes: (2 * kv_heads, slots, head_dim) int8. scales: (2 * kv_heads, slots, groups), exact in
+    bfloat16, NaN wherever no query may look. plain: the problem with the numbers that these stand
+    for.
+    """
+
+    plain: AttentionProblem
+    codes: npt.NDArray[np.int8]
+    scales: Floats
+
+    @staticmethod
+    def of(problem: AttentionProblem, group: int) -> CodedProblem:
+        rng = np.random.default_rng(3)
+        heads, slots, dim = problem.k_pool.shape
+        codes = rng.integers(-127, 128, (2 * heads, slots, dim), dtype=np.int8)
+        drawn = rng.uniform(0.002, 0.012, (2 * heads, slots, dim // group))
+        scales = exact(drawn, mx.bfloat16)
+        unseen = np.isnan(problem.k_pool[:1, :, 0]).repeat(2 * heads, axis=0)
+        scales[unseen] = np.nan
+        numbers = codes * scales.repeat(group, axis=2)
+        plain = replace(problem, k_pool=numbers[:heads], v_pool=numbers[heads:])
+        return CodedProblem(plain, codes, scales)
+
+
+@dataclass(frozen=True, slots=True)
 class FreshProblem:
     """Problem whose newest tokens are not in their pages yet.
 
@@ -258,6 +291,30 @@ def self_check(
         if wrong is None and not rotary.alone:
             wrong = _check_fused(kernels, features, rotary)
     return wrong
+
+
+def check_coded(
+    kernels: CodedKernels, of: CodedShape, features: AttentionFeatures = AttentionFeatures()
+) -> str | None:
+    """Return None if attention over pages in 8 bits works on this device, else the error."""
+    problem = CodedProblem.of(random_problem(of.attention, features), of.group)
+    plain, dtype = problem.plain, of.attention.dtype
+    out = kernels.attend_codes(
+        mx.array(plain.q[:, :, None]).astype(dtype),
+        mx.array(problem.codes),
+        mx.array(problem.scales).astype(mx.bfloat16),
+        mx.array(plain.table),
+        mx.array(plain.lengths),
+        scale=plain.scale,
+        splits=kernels.plan(plain.lengths, window=features.window),
+        window=features.window,
+        softcap=features.softcap,
+        sinks=None if plain.sinks is None else mx.array(plain.sinks),
+    )
+    off = difference(numbers(out)[:, :, 0], plain.expected())
+    if off > TOLERANCE:
+        return f"attention over 8 bits differs from the reference by {off:.3g}"
+    return None
 
 
 def check_chunks(

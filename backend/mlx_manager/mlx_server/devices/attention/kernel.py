@@ -65,7 +65,7 @@ class AttentionVariant:
     """Constants of one attention kernel beside its shape: one compilation for each.
 
     `divided`: some context is split. `rotary`: norm and rotation of a fused step, None for a plain
-    step.
+    step. `coded`: numbers with one scale, of pages in 8 bits; None for other pages.
     """
 
     scale: float
@@ -75,6 +75,48 @@ class AttentionVariant:
     divided: bool
     rotary: Rotary | None = None
     blocks: BlockKind = BlockKind.USUAL
+    coded: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CodedShape:
+    """Sizes that attention over pages in 8 bits is compiled for. `dtype` of `attention` is that of
+    queries and results. `group`: numbers with one scale."""
+
+    attention: AttentionShape
+    group: int
+
+
+class CodedKernels(Protocol):
+    """Attention of decode steps over pages in 8 bits, which it reads and MLX's operations write.
+
+    Codes are (2 * kv_heads, pages * page_size, head_dim) int8, heads of keys before heads of
+    values, and scales (2 * kv_heads, pages * page_size, head_dim / group) bfloat16. A number is its
+    code times its scale.
+    """
+
+    shape: AttentionShape
+
+    def plan(
+        self, lengths: Lengths, *, window: int | None = None, table_rows: Lengths | None = None
+    ) -> Splits:
+        """Cut a step's work; see `PagedKernels.plan`."""
+
+    def attend_codes(
+        self,
+        q: mx.array,
+        codes: mx.array,
+        scales: mx.array,
+        table: mx.array,
+        lengths: mx.array,
+        *,
+        scale: float,
+        splits: Splits,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend `q`; see `PagedKernels.attend`."""
 
 
 class PagedKernels(Protocol):

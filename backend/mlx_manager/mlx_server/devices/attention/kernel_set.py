@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, PagedKernels
+from mlx_manager.mlx_server.devices.attention.kernel import (
+    AttentionShape,
+    CodedKernels,
+    CodedShape,
+    PagedKernels,
+)
 from mlx_manager.mlx_server.devices.attention.kinds import (
     build,
     build_chunks,
     build_writer,
+    checked_coded,
 )
 from mlx_manager.mlx_server.devices.attention.writer import PageWriter, Pools
 from mlx_manager.mlx_server.devices.cuda.attention.chunks import ChunkKernels
@@ -19,6 +25,7 @@ from mlx_manager.mlx_server.devices.metal.order import LaunchOrder
 BuildKernels = Callable[[AttentionShape], PagedKernels | Unsupported]
 BuildLatents = Callable[..., "LatentKernels | Unsupported"]
 BuildWriter = Callable[[Pools], PageWriter | Unsupported]
+BuildCoded = Callable[[CodedShape], CodedKernels | Unsupported]
 BuildChunks = Callable[[AttentionShape], ChunkKernels | Unsupported]
 
 
@@ -34,11 +41,14 @@ class KernelSet:
         build: BuildKernels = build,
         build_chunks: BuildChunks = build_chunks,
         build_writer: BuildWriter = build_writer,
+        build_coded: BuildCoded = checked_coded,
     ) -> None:
         self._build = build
         self._build_chunks = build_chunks
         self._build_writer = build_writer
+        self._build_coded = build_coded
         self.order = LaunchOrder()
+        self._coded: dict[CodedShape, CodedKernels | Unsupported] = {}
         self._writers: dict[Pools, PageWriter | Unsupported] = {}
         self._built: dict[AttentionShape, PagedKernels | Unsupported] = {}
         self._chunks: dict[AttentionShape, ChunkKernels | Unsupported] = {}
@@ -52,6 +62,13 @@ class KernelSet:
         if of not in self._writers:
             self._writers[of] = self._build_writer(of)
         return self._writers[of]
+
+    def coded(self, of: CodedShape) -> CodedKernels | Unsupported:
+        """Return the kernels that attend over pages in 8 bits, built and checked on the first call
+        only."""
+        if of not in self._coded:
+            self._coded[of] = self._build_coded(of)
+        return self._coded[of]
 
     def chunks(self, shape: AttentionShape) -> ChunkKernels | Unsupported:
         """Return the kernels for chunks of prompts, built and checked on the first call only.

@@ -12,10 +12,18 @@ import mlx.core as mx
 from mlx_manager.mlx_server.devices.attention.check import (
     AttentionFeatures,
     check_chunks,
+    check_coded,
     check_writer,
     self_check,
 )
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, PagedKernels, Rotary
+from mlx_manager.mlx_server.devices.attention.codes import group_of
+from mlx_manager.mlx_server.devices.attention.kernel import (
+    AttentionShape,
+    CodedKernels,
+    CodedShape,
+    PagedKernels,
+    Rotary,
+)
 from mlx_manager.mlx_server.devices.attention.splits import TILE
 from mlx_manager.mlx_server.devices.attention.writer import PageWriter, Pools
 from mlx_manager.mlx_server.devices.cuda.attention import decode as cuda
@@ -69,6 +77,18 @@ def build(shape: AttentionShape) -> PagedKernels | Unsupported:
     return metal.build(shape) if on_metal else cuda.build(shape)
 
 
+def build_coded(of: CodedShape) -> CodedKernels | Unsupported:
+    """Return the kernels that attend over pages in 8 bits on the default device."""
+    shape = of.attention
+    if mx.default_device().type != mx.gpu:
+        return Unsupported("the default device is no GPU")
+    on_metal = mx.metal.is_available()
+    served = metal.HEAD_DIMS if on_metal else HEAD_DIMS
+    if shape.head_dim not in served or shape.page_size % TILE:
+        return Unsupported(f"heads of {shape.head_dim} in pages of {shape.page_size}")
+    return metal.build_coded(of) if on_metal else cuda.build_coded(of)
+
+
 def build_writer(of: Pools) -> PageWriter | Unsupported:
     """Return the writer for pages that no attention kernel reads, on the default device."""
     if mx.default_device().type != mx.gpu:
@@ -116,6 +136,12 @@ def _attention_cases() -> Iterator[Case[AttentionShape]]:
         yield Case(size, dtype, _heads(size, dtype))
 
 
+def _coded_cases() -> Iterator[Case[CodedShape]]:
+    for case in _attention_cases():
+        if group := group_of(case.of.head_dim):
+            yield Case(case.head_size, case.dtype, CodedShape(case.of, group))
+
+
 def _latent_cases() -> Iterator[Case[Latents]]:
     for dtype in DTYPES:
         of = replace(USUAL_LATENTS, dtype=dtype)
@@ -139,6 +165,9 @@ FEATURED: KernelKind[AttentionShape, PagedKernels] = KernelKind(
     alone(build),
     lambda kernels, _: self_check(kernels, AttentionFeatures(window=100, softcap=30.0, sinks=True)),
     _attention_cases,
+)
+CODED: KernelKind[CodedShape, CodedKernels] = KernelKind(
+    "attention over 8 bits", alone(build_coded), check_coded, _coded_cases
 )
 # Two heads are enough: blocks of all heads do the same, and the reference is slow.
 CHUNKS: KernelKind[AttentionShape, ChunkKernels] = KernelKind(
@@ -164,6 +193,14 @@ def build_chunks(shape: AttentionShape) -> ChunkKernels | Unsupported:
     If they are `Unsupported`, MLX's own attention is used.
     """
     return CHUNKS.serving(shape, checks())
+
+
+def checked_coded(of: CodedShape) -> CodedKernels | Unsupported:
+    """Return checked attention over pages in 8 bits on the default device.
+
+    If it is `Unsupported`, MLX's own operations attend over decoded pages.
+    """
+    return CODED.serving(of, checks())
 
 
 def build_latents(shape: LatentShape, *, traditional: bool) -> LatentKernels | Unsupported:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import mlx.core as mx
@@ -23,13 +24,17 @@ THREADS = 128
 
 
 class LaunchedKernels(ABC):
-    """Launches of the kernels; see `PagedKernels`."""
+    """Launches of the kernels; see `PagedKernels`, and `CodedKernels` where pages are in 8 bits.
+
+    coded: numbers with one scale, of pages in 8 bits; None for other pages.
+    """
 
     _merges: ClassVar[bool]
     """Flag: contexts that are divided have another kernel than those that are not."""
 
-    def __init__(self, shape: AttentionShape, writer: PageWriter) -> None:
+    def __init__(self, shape: AttentionShape, writer: PageWriter, coded: int | None = None) -> None:
         self.shape = shape
+        self.coded = coded
         self._writer = writer
         self._rotate: dict[Rotary, Kernel] = {}
         self._no_sinks = mx.zeros((1,), mx.float32)
@@ -110,6 +115,26 @@ class LaunchedKernels(ABC):
         pages = [k_pool, v_pool, table, lengths, splits.items]
         shape = (qkv.shape[0], self.shape.q_heads * self.shape.head_dim)
         return self._launch(variant, [*fresh, *pages], self._logits(sinks), [], splits, shape)
+
+    def attend_codes(
+        self,
+        q: mx.array,
+        codes: mx.array,
+        scales: mx.array,
+        table: mx.array,
+        lengths: mx.array,
+        *,
+        scale: float,
+        splits: Splits,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend over pages in 8 bits; see `CodedKernels`. Only kernels that are `coded` do so."""
+        variant = self._variant(scale, window, softcap, sinks, splits)
+        pages = [codes, scales, table, lengths, splits.items]
+        coded = replace(variant, coded=self.coded)
+        return self._launch(coded, [q, *pages], self._logits(sinks), [], splits, q.shape)
 
     @abstractmethod
     def _rotation(self, rotary: Rotary) -> Kernel:

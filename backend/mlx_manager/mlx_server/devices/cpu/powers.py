@@ -74,17 +74,26 @@ def attend_causal(queries: mx.array, keys: mx.array, values: mx.array, scale: fl
     return out.reshape(1, heads, count, values.shape[3])
 
 
-def attend_rows(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-    """Attend each row's queries to all of the row's keys, in float32.
+def attend_rows(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    hidden: mx.array | None = None,
+) -> mx.array:
+    """Attend each row's queries to all of the row's keys that are not hidden, in float32.
 
     Args:
         queries: (rows, kv_heads, queries, dim).
         keys, values: (rows, kv_heads, seen, dim).
+        hidden: (rows, 1, 1, seen) 0, or -inf where a row has nothing to see; None: it sees all.
 
     Returns:
         (rows, kv_heads, queries, dim of the values).
     """
     scores = (queries * (scale * _LOG2_E)) @ keys.swapaxes(2, 3)
+    if hidden is not None:
+        scores = scores + hidden
     weights = mx.power(2.0, scores - mx.max(scores, axis=-1, keepdims=True))
     *outer, seen = weights.shape
     sums = (weights.reshape(-1, seen) @ mx.ones((seen, 1))).reshape(*outer, 1)

@@ -148,6 +148,31 @@ struct Fresh {
   float newest_value(int d) const { return float(newest[D + d]); }
 };
 
+// Pages of codes of 8 bits, each to be multiplied by the scale of its group of G: of heads of keys,
+// and behind these of values. `before` heads come before those that are meant.
+template <int D, int G>
+struct Codes {
+  const device int8_t* codes;
+  const device bfloat16_t* scales;
+  long slots;
+  int before;
+
+  float operator[](long place) const {
+    const long at = before * slots * D + place;
+    return float(codes[at]) * float(scales[at / G]);
+  }
+};
+
+// Where the new token's elements go. Nothing is written into pages of codes here.
+template <typename T>
+inline device T* to_write(const device T* pool, long place) {
+  return const_cast<device T*>(pool) + place;
+}
+template <typename T, int D, int G>
+inline device T* to_write(Codes<D, G>, long) {
+  return nullptr;
+}
+
 // What the unnormalised output is multiplied with, once the denominator takes in the head's sink.
 inline float normaliser(float maximum, float sum, bool has_sink, float sink) {
   float factor = 1.0f;
@@ -177,9 +202,10 @@ struct Shared {
 };
 
 template <typename T, int D, int GROUP, int PAGE, int SIMDGROUPS, int WINDOW, bool CAP, bool SINKS,
-          bool SPLIT, typename Queries, typename Table, typename Lengths, typename Sinks>
-inline void attend(Queries queries, const device T* k_pool, const device T* v_pool, Table table,
-                   Lengths lengths, const device int* items, Sinks sinks, device T* out,
+          bool SPLIT, typename Queries, typename Pool, typename Table, typename Lengths,
+          typename Sinks>
+inline void attend(Queries queries, Pool k_pool, Pool v_pool, Table table, Lengths lengths,
+                   const device int* items, Sinks sinks, device T* out,
                    device float* partial, device float* partial_figures,
                    threadgroup Shared<D, GROUP, SIMDGROUPS>* shared, long slots, int table_width,
                    float scale, float cap, uint3 group, uint3 groups, int thread_index,
@@ -234,8 +260,8 @@ inline void attend(Queries queries, const device T* k_pool, const device T* v_po
   if (length > 0 && newest_tile >= first_tile && newest_tile < last_tile) {
     const long page = table[long(table_row) * table_width + (length - 1) / PAGE];
     const long slot = kv_head * slots + page * PAGE + (length - 1) % PAGE;
-    queries.write_newest(q_row, kv_heads, kv_head, const_cast<device T*>(k_pool) + slot * D,
-                         const_cast<device T*>(v_pool) + slot * D, thread_index, SIMDGROUPS * 32);
+    queries.write_newest(q_row, kv_heads, kv_head, to_write<T>(k_pool, slot * D),
+                         to_write<T>(v_pool, slot * D), thread_index, SIMDGROUPS * 32);
   }
 
   for (int tile = first_tile + simdgroup; tile < last_tile; tile += SIMDGROUPS) {

@@ -11,13 +11,14 @@ import mlx.core as mx
 from mlx_manager.mlx_server.devices.attention.kernel import (
     AttentionShape,
     AttentionVariant,
+    CodedShape,
     Lengths,
     Rotary,
 )
 from mlx_manager.mlx_server.devices.attention.launched import THREADS, LaunchedKernels
 from mlx_manager.mlx_server.devices.attention.splits import Splits, plan
 from mlx_manager.mlx_server.devices.attention.writer import PageWriter, Pools
-from mlx_manager.mlx_server.devices.kernel import Kernel, KernelName, Size, Struct
+from mlx_manager.mlx_server.devices.kernel import Argument, Kernel, KernelName, Size, Struct
 from mlx_manager.mlx_server.devices.metal.launch import MetalSource, compiled_for_metal
 
 _SOURCE = Path(__file__).with_name("attention.metal")
@@ -37,13 +38,17 @@ def build(shape: AttentionShape) -> MetalKernels:
     return MetalKernels(shape)
 
 
+def build_coded(of: CodedShape) -> MetalKernels:
+    return MetalKernels(of.attention, of.group)
+
+
 class MetalKernels(LaunchedKernels):
     """Metal kernels of decode attention; a separate launch merges the parts of a context."""
 
     _merges = True
 
-    def __init__(self, shape: AttentionShape) -> None:
-        super().__init__(shape, writer(shape.pools))
+    def __init__(self, shape: AttentionShape, coded: int | None = None) -> None:
+        super().__init__(shape, writer(shape.pools), coded)
         self._heads = heads_per_block(shape)
         self._blocks = shape.kv_heads * -(-shape.group // self._heads)
         self._kernels: dict[AttentionVariant, _Pair] = {}
@@ -126,8 +131,21 @@ def attend_source(shape: AttentionShape, variant: AttentionVariant) -> MetalSour
         case rotary:
             inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
             queries = _fresh(shape, rotary, "newest")
-    pages = ("k_pool", "v_pool", "table", "lengths", "items", "sinks")
+    rest = ("table", "lengths", "items", "sinks")
     outputs = ("out", "partial", "partial_figures")
+    pools: tuple[str, ...] = ("k_pool", "v_pool")
+    keys: Argument
+    values: Argument
+    keys, values = pools
+    match variant.coded:
+        case None:
+            pass
+        case coded:
+            pools, after = ("codes", "scales"), ()
+            keys, values = (
+                Struct(KernelName("Codes", (dim, coded)), (*pools, Size("codes", 1), before))
+                for before in (0, shape.kv_heads)
+            )
     return MetalSource(
         name="paged_attend",
         files=(_SOURCE,),
@@ -136,13 +154,14 @@ def attend_source(shape: AttentionShape, variant: AttentionVariant) -> MetalSour
         scratch=KernelName("Shared", (dim, group, SIMDGROUPS)),
         newest=None if variant.rotary is None else (dtype, 2 * dim),
         arguments=(
-            *(queries, *pages, *outputs, "scratch", Size("k_pool", 1), Size("table", 1)),
+            *(queries, keys, values, *rest, *outputs, "scratch"),
+            *(Size(pools[0], 1), Size("table", 1)),
             *(variant.scale, variant.softcap or 1.0),
             *("threadgroup_position_in_grid", "threadgroups_per_grid"),
             *("thread_index_in_threadgroup", "simdgroup_index_in_threadgroup"),
             "thread_index_in_simdgroup",
         ),
-        inputs=(*inputs, *pages, *after),
+        inputs=(*inputs, *pools, *rest, *after),
         outputs=outputs,
     )
 

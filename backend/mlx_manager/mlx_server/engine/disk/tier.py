@@ -149,7 +149,7 @@ class DiskTier:
         self._attainable, self._clear_stale = attainable, clear_stale
         self._arrived, self._wake, self._ahead = arrived, wake, ahead
         self._block = block_pages(pool.page_size)
-        on_pages = sum(store.shape.token_bytes for store in self._stores)
+        on_pages = sum(store.token_bytes for store in self._stores)
         self._page_bytes = max(1, on_pages * pool.page_size)
         self.prices = Prices(on_pages)
         self.prices.read = disk.read_rate
@@ -365,11 +365,10 @@ class DiskTier:
         self._clear_stale()
         slots = slice((first - name.first) * size, (end - name.first) * size)
         for number, store in enumerate(self._stores):
-            keys, values = (
-                on_device(part_of(block.tensors[f"{part}.{number}"], slots))
-                for part in ("keys", "values")
+            first_part, second_part = (
+                on_device(part_of(block.tensors[f"{part}.{number}"], slots)) for part in store.parts
             )
-            store.fill(pages, keys, values)
+            store.fill(pages, first_part, second_part)
         if name.kind == STATE and end == name.end:
             load.state = Snapshot(leaves_of(block.tensors))
         load.filled = end
@@ -500,12 +499,13 @@ class DiskTier:
         tensors: dict[str, Tensor] = {}
         places: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
         for number, store in enumerate(self._stores):
-            of = store.shape
             pair = []
-            for part, dim in (("keys", of.key_dim), ("values", of.value_dim)):
-                shape = (of.kv_heads, len(pages) * size, dim)
-                data = np.empty((*shape[:2], dim * of.dtype.size), np.uint8)
-                tensors[f"{part}.{number}"] = Tensor(dtype_name(of.dtype), shape, data.reshape(-1))
+            for part, held in zip(store.parts, store.held, strict=True):
+                heads, _, dim = held.shape
+                shape = (heads, len(pages) * size, dim)
+                data = np.empty((*shape[:2], dim * held.dtype.size), np.uint8)
+                flat = data.reshape(-1)
+                tensors[f"{part}.{number}"] = Tensor(dtype_name(held.dtype), shape, flat)
                 pair.append(data)
             places.append((pair[0], pair[1]))
         states: list[tuple[mx.array, NDArray[np.uint8]]] = []
@@ -538,9 +538,9 @@ class DiskTier:
                 return
             slots = slice(done * size, (done + len(run)) * size)
             queued = []
-            for store, (keys, values) in zip(self._stores, places, strict=True):
+            for store, (first, second) in zip(self._stores, places, strict=True):
                 ours = store.copied(run)
-                queued += [(ours[0], keys[:, slots]), (ours[1], values[:, slots])]
+                queued += [(ours[0], first[:, slots]), (ours[1], second[:, slots])]
             yield queued
             done += len(run)
         for state in states:
@@ -649,11 +649,11 @@ def part_of(tensor: Tensor, slots: slice) -> Tensor:
 def fits(stores: list[LayerStore], page_size: int, block: PrefixBlock) -> bool:
     """Return whether a block has the keys and values of these stores."""
     for number, store in enumerate(stores):
-        of = store.shape
-        for part, dim in (("keys", of.key_dim), ("values", of.value_dim)):
+        for part, held in zip(store.parts, store.held, strict=True):
             tensor = block.tensors.get(f"{part}.{number}")
-            shape = (of.kv_heads, block.name.pages * page_size, dim)
-            if tensor is None or (tensor.dtype, tensor.shape) != (dtype_name(of.dtype), shape):
+            heads, _, dim = held.shape
+            shape = (heads, block.name.pages * page_size, dim)
+            if tensor is None or (tensor.dtype, tensor.shape) != (dtype_name(held.dtype), shape):
                 return False
     return True
 

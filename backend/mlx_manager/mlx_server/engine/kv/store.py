@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -61,6 +63,10 @@ class Numbers:
     def array(self) -> mx.array:
         return send(self._numbers)
 
+    def of_rows(self, first: int, behind: int) -> Numbers:
+        """Return the numbers of some rows."""
+        return Numbers(self._numbers[first:behind])
+
     def of_heads(self, heads: int, each: int) -> mx.array:
         """Return the numbers in an array in which `heads` heads of `each` slots or pages lie one
         after another: (heads, tokens) or (rows, heads, n)."""
@@ -114,9 +120,16 @@ class LayerStore:
         gathered: whether pages are read by nothing else but `gather`.
         latents: whether they are read by kernels for latent attention alone.
 
+    Attributes:
+        attends_in_pages: flag: operations of a CPU may attend over `in_pages`, without a copy.
+        parts: names of the arrays in `held`.
+
     Raises:
         RuntimeError: no kernel writes this shape here.
     """
+
+    attends_in_pages: ClassVar[bool] = True
+    parts: ClassVar[tuple[str, str]] = ("keys", "values")
 
     def __init__(
         self,
@@ -161,8 +174,28 @@ class LayerStore:
         store.arrays = arrays
         return store
 
+    @property
+    def format(self) -> str:
+        """Return the name of the numbers' format. Pages of one format mean nothing in another."""
+        return str(self.shape.dtype).removeprefix("mlx.core.")
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of one token's keys and values."""
+        return self.shape.token_bytes
+
+    @property
+    def keys_at_once(self) -> int:
+        """Return the most keys of running rows that are read at once."""
+        return sys.maxsize
+
+    @property
+    def held(self) -> list[mx.array]:
+        """Return the arrays that outlive a step, which evaluate what was written to the pages."""
+        return [self.keys, self.values]
+
     def bytes_of(self, pages: int) -> int:
-        return pages * self.page_size * self.shape.token_bytes
+        return pages * self.page_size * self.token_bytes
 
     def resize(self, pages: int) -> bool:
         """Change the number of pages, keeping the content of those that stay.
@@ -178,13 +211,21 @@ class LayerStore:
             return False
         self.pages = pages
         slots = pages * self.page_size
-        if min(slots, self.keys.shape[1]):
+        if min(slots, self._slots):
             # A step may be under way, whose writes a copy would miss.
             self._order.wait()
-        self.keys = _resized(self.keys, slots)
-        self.values = _resized(self.values, slots)
-        mx.eval(self.keys, self.values)
+        self._resize(slots)
+        mx.eval(self.held)
         return True
+
+    @property
+    def _slots(self) -> int:
+        slots: int = self.keys.shape[1]
+        return slots
+
+    def _resize(self, slots: int) -> None:
+        self.keys = resized(self.keys, slots)
+        self.values = resized(self.values, slots)
 
     def _served(
         self, kernels: KernelSet, gathered: bool
@@ -221,10 +262,10 @@ class LayerStore:
             return
         if self._writer is None:
             assert isinstance(slots, Numbers)
-            index = slots.of_heads(self.shape.kv_heads, self.keys.shape[1])
+            index = slots.of_heads(self.shape.kv_heads, self._slots)
             # Nothing here may hold the pages beside what writes to them.
-            self.keys = _scattered(self.keys.reshape(-1, self.shape.key_dim), index, keys)
-            self.values = _scattered(self.values.reshape(-1, self.shape.value_dim), index, values)
+            self.keys = scattered(self.keys.reshape(-1, self.shape.key_dim), index, keys)
+            self.values = scattered(self.values.reshape(-1, self.shape.value_dim), index, values)
             return
         self.written = self._writer.write(
             self.keys, self.values, keys[None], values[None], slots.array
@@ -252,7 +293,7 @@ class LayerStore:
             self.write(keys, values, Numbers(slots.reshape(-1).astype(np.int32)))
             self._order.then(self.written)
             return
-        for first, end in _runs(pages):
+        for first, end in number_runs(pages):
             slice_ = slice(first * size, end * size)
             self.keys[:, slice_] = 0
             self.values[:, slice_] = 0
@@ -264,7 +305,7 @@ class LayerStore:
         table = Numbers(np.array([pages], np.int32))
         of = table.of_heads(self.shape.kv_heads, self.keys.shape[1] // self.page_size)
         index = self._order.after(self.after_write(of))
-        keys, values = self._gather(self.keys, index)[0], self._gather(self.values, index)[0]
+        keys, values = (gathered(pool, index, self.page_size)[0] for pool in self.held)
         if not self._order.kept:
             self._order.then(keys.reshape(-1)[:1] + values.reshape(-1)[:1])
         return keys, values
@@ -283,7 +324,7 @@ class LayerStore:
             self._order.then(self.written)
             return
         done = 0
-        for first, end in _runs(pages):
+        for first, end in number_runs(pages):
             behind = done + (end - first) * size
             self.keys[:, first * size : end * size] = keys[:, done:behind]
             self.values[:, first * size : end * size] = values[:, done:behind]
@@ -302,12 +343,21 @@ class LayerStore:
         never = result.reshape(-1)[:1] < -mx.inf
         self.written = self.written + never.astype(mx.int32)
 
+    def turned(self, heads: mx.array) -> mx.array:
+        """Return queries or results of attention, (..., dim), as the pages have keys and values. To
+        turn once more is to turn back."""
+        return heads
+
+    def read(self, table: Numbers) -> tuple[mx.array, mx.array]:
+        """Return what `gather` returns, turned back."""
+        return self.gather(table)
+
     def gather(self, table: Numbers) -> tuple[mx.array, mx.array]:
         """Return keys and values (rows, kv_heads, n * page_size, dim) of `table`, (rows, n)
         pages."""
-        pages = self.keys.shape[1] // self.page_size
+        pages, size = self._slots // self.page_size, self.page_size
         index = self.after_write(table.of_heads(self.shape.kv_heads, pages))
-        return self._gather(self.keys, index), self._gather(self.values, index)
+        return gathered(self.keys, index, size), gathered(self.values, index, size)
 
     def in_pages(self) -> tuple[mx.array, mx.array]:
         """Return keys and values as views (kv_heads * pages, page_size, dim)."""
@@ -318,27 +368,33 @@ class LayerStore:
         """Return slots `start` to `stop` as views (1, kv_heads, stop - start, dim)."""
         return self.keys[None, :, start:stop], self.values[None, :, start:stop]
 
-    def _gather(self, pool: mx.array, index: mx.array) -> mx.array:
-        dim = pool.shape[2]
-        rows, heads, pages = index.shape
-        paged = pool.reshape(-1, self.page_size, dim)
-        return mx.take(paged, index, axis=0).reshape(rows, heads, pages * self.page_size, dim)
+
+def gathered(pool: mx.array, index: mx.array, page_size: int) -> mx.array:
+    """Return the slots (rows, heads, n * page_size, dim) of `index`, (rows, heads, n), in a `pool`
+    (heads, slots, dim); see `Numbers.of_heads`."""
+    dim = pool.shape[2]
+    rows, heads, pages = index.shape
+    paged = pool.reshape(-1, page_size, dim)
+    return mx.take(paged, index, axis=0).reshape(rows, heads, pages * page_size, dim)
 
 
-def _scattered(flat: mx.array, index: mx.array, content: mx.array) -> mx.array:
+def scattered(flat: mx.array, index: mx.array, content: mx.array) -> mx.array:
+    """Return a pool (heads, slots, dim), given `flat`, (heads * slots, dim), with `content`,
+    (heads, tokens, dim), at `index`, (heads, tokens)."""
     heads, slots = index.shape[0], flat.shape[0]
     flat[index] = content
     return flat.reshape(heads, slots // heads, -1)
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def number_runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the first number of each run of neighbours, and the number after its last."""
     starts = [i for i, n in enumerate(numbers) if not i or numbers[i - 1] + 1 != n]
     for start, end in pairwise([*starts, len(numbers)]):
         yield numbers[start], numbers[end - 1] + 1
 
 
-def _resized(pool: mx.array, slots: int) -> mx.array:
+def resized(pool: mx.array, slots: int) -> mx.array:
+    """Return a pool of so many slots, which begins as `pool` does, (heads, slots, dim)."""
     heads, have, dim = pool.shape
     # If nothing stays, do not slice the old array: a failed step may have left it in a state that
     # can never be computed.

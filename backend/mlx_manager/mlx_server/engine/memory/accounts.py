@@ -43,6 +43,7 @@ class EngineMemory:
 
     Attributes:
         disk: keeps pages beyond memory, if there is a disk for them; set once it has been made.
+        kv_format: format of the numbers in pages, by which kept prefixes differ, too.
 
     Raises:
         OutOfMemory: the ledger does not grant the bytes that a step works on.
@@ -66,8 +67,10 @@ class EngineMemory:
         )
         self.pool = PagePool(limits.page_size, prefix_cache=limits.prefix_cache)
         self.states = StateMemory(states, forward.row_bytes, limits.max_rows)
+        # Layers of different sizes have different groups.
+        self.kv_format = ", ".join(sorted({store.format for store in forward.stores}))
         stores = [*forward.stores, *([] if draft is None else draft.stores)]
-        on_pages = sum(store.shape.token_bytes for store in stores)
+        on_pages = sum(store.token_bytes for store in stores)
         self.pages = PageMemory(
             self.pool,
             Stores(stores, disturb),

@@ -26,7 +26,11 @@ from mlx import nn
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.devices import table as devices
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, PagedKernels
+from mlx_manager.mlx_server.devices.attention.kernel import (
+    AttentionShape,
+    CodedKernels,
+    PagedKernels,
+)
 from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.devices.attention.splits import Splits
 from mlx_manager.mlx_server.devices.cpu.powers import (
@@ -42,6 +46,7 @@ from mlx_manager.mlx_server.devices.cuda.attention.chunks import ChunkKernels
 from mlx_manager.mlx_server.devices.cuda.mapped import send
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.devices.namespaces import namespaces_of
+from mlx_manager.mlx_server.engine.kv.coded import CodedStore
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore, Numbers, Sent
 from mlx_manager.mlx_server.execution.images import Insertion
@@ -117,6 +122,33 @@ class Group:
     keys: int
     mask: mx.array | str | None
     pages: Paged | None = None
+    _parts: dict[int, list[Group]] = field(default_factory=dict, compare=False)
+
+    def parts(self, most: int) -> list[Group]:
+        """Return the group as groups of at most `most` keys, or of one row; made once a step for
+        all layers."""
+        at_once = max(1, most // self.keys)
+        if self.pages is None or self.rows <= at_once:
+            return [self]
+        if at_once not in self._parts:
+            firsts = range(0, self.rows, at_once)
+            self._parts[at_once] = [self._part(i, min(i + at_once, self.rows)) for i in firsts]
+        return self._parts[at_once]
+
+    def _part(self, first: int, behind: int) -> Group:
+        """Return some of a gathered group's rows."""
+        assert self.pages is not None
+        table, mask = self.pages.table.of_rows(first, behind), self.mask
+        if isinstance(mask, mx.array):
+            mask = mask[first:behind]
+        pages = Paged(table, self.pages.hidden[first:behind])
+        return Group(self.start + first, behind - first, 1, table, self.keys, mask, pages)
+
+    @property
+    def hidden(self) -> mx.array:
+        """Return the mask of gathered rows as it is added to scores, (rows, 1, 1, keys)."""
+        assert self.pages is not None
+        return self.pages.hidden.reshape(self.rows, 1, 1, -1)[..., : self.keys]
 
     def read(self, store: LayerStore) -> tuple[mx.array, mx.array]:
         if isinstance(self.source, tuple):
@@ -144,7 +176,7 @@ class Decoding:
         self.lengths = send(self._lengths)
         self._splits: dict[tuple[AttentionShape, int | None], Splits] = {}
 
-    def splits(self, kernels: PagedKernels, window: int | None) -> Splits:
+    def splits(self, kernels: PagedKernels | CodedKernels, window: int | None) -> Splits:
         kind = (kernels.shape, window)
         if kind not in self._splits:
             self._splits[kind] = kernels.plan(self._lengths, window=window, table_rows=self._rows)
@@ -590,7 +622,7 @@ class PagedLayer:
             case KeyAccess.HANDED_ON:
                 return self, self
             case _:
-                return self.store.gather(self._spans.table)
+                return self.store.read(self._spans.table)
 
     def attend(
         self, queries: mx.array, scale: float, mask: Window | None, sinks: mx.array | None
@@ -615,8 +647,8 @@ class PagedLayer:
             out = attend(by_token, self.store, self.plan, scale, window, sinks)
             return out.transpose(2, 1, 0, 3)
         if self.chunk:
-            group = self._spans.groups(window)[0]
-            return _attend_chunk(queries, group, self.store, scale, sinks)
+            group, turned = self._spans.groups(window)[0], self.store.turned
+            return turned(_attend_chunk(turned(queries), group, self.store, scale, sinks))
         return attend(queries, self.store, self.plan, scale, window, sinks)
 
 
@@ -662,11 +694,49 @@ def attend(  # noqa: PLR0917
         if lacking:
             parts.append(mx.zeros((lacking, *parts[0].shape[1:]), queries.dtype))
     else:
-        parts = [
-            _attend_group(queries, group, store, scale, sinks, softcap)
-            for group in of_spans(plan).groups(window)
+        own, decoding = store.turned(queries), True
+        parts = []
+        if isinstance(store, CodedStore) and (reader := store.reader(queries.shape[1])):
+            parts, decoding = (
+                _attend_codes(reader, own, store, plan, scale, window, sinks, softcap),
+                False,
+            )
+        parts += [
+            _attend_group(own, part, store, scale, sinks, softcap)
+            for group in of_spans(plan).groups(window, decoding=decoding)
+            for part in group.parts(store.keys_at_once)
         ]
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return store.turned(parts[0] if len(parts) == 1 else mx.concatenate(parts))
+
+
+def _attend_codes(  # noqa: PLR0917
+    reader: CodedKernels,
+    turned: mx.array,
+    store: CodedStore,
+    plan: StepPlan | RowsPlan,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+    softcap: float | None,
+) -> list[mx.array]:
+    """Return the attention of the step's queries in `decoding`, if there are any, over pages in 8
+    bits."""
+    decoding = of_spans(plan).decoding
+    if not decoding.queries:
+        return []
+    out = reader.attend_codes(
+        turned[: decoding.queries],
+        store.codes,
+        store.scales,
+        decoding.table,
+        decoding.lengths,
+        scale=scale,
+        splits=decoding.splits(reader, window),
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    return [out]
 
 
 def _attend_with(  # noqa: PLR0917
@@ -742,7 +812,8 @@ def _attend_group(  # noqa: PLR0917
     shared = own.reshape(rows, store.shape.kv_heads, heads // store.shape.kv_heads, dim)
     plain = sinks is None and softcap is None
     by_powers = plain and pays(shared, rows * heads * group.keys)
-    if by_powers and group.pages is not None and store.page_size >= LEAST_PAGE:
+    in_pages = store.attends_in_pages and store.page_size >= LEAST_PAGE
+    if by_powers and in_pages and group.pages is not None:
         out = attend_pages(shared, store, group.pages.table, scale, group.pages.hidden)
         return out.reshape(rows, heads, 1, out.shape[-1])
     keys, values = group.read(store)
@@ -752,8 +823,9 @@ def _attend_group(  # noqa: PLR0917
             own, keys, values, scale=scale, mask=group.mask, sinks=sinks
         )
     shared = store.after_write(shared)
-    if by_powers and group.mask is None:
-        out = attend_rows(shared, keys, values, scale)
+    if by_powers and (group.mask is None or group.pages is not None):
+        hidden = None if group.mask is None else group.hidden
+        out = attend_rows(shared, keys, values, scale, hidden)
     elif softcap is not None:
         out = _attend_capped(shared, keys, values, scale, softcap, group.mask)
     else:

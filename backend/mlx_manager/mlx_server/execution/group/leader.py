@@ -18,6 +18,7 @@ from itertools import count
 
 import mlx.core as mx
 
+from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.devices.group import from_first
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape
@@ -27,6 +28,7 @@ from mlx_manager.mlx_server.execution.forward import (
     Chunk,
     Decode,
     Forward,
+    NotApplicable,
     PageStore,
     Prefixes,
     Snapshot,
@@ -66,6 +68,14 @@ class ToldStore:
     @property
     def shape(self) -> LayerShape:
         return self._store.shape
+
+    @property
+    def format(self) -> str:
+        return self._store.format
+
+    @property
+    def token_bytes(self) -> int:
+        return self._store.token_bytes
 
     def resize(self, pages: int) -> bool:
         """Change the number of pages; see `LayerStore.resize`."""
@@ -158,6 +168,9 @@ class GroupForward:
     def compiling(self, own: Kinds) -> GroupKinds:
         """Return this rank's kinds of step, of which all ranks compile the same ones."""
         return GroupKinds(own, self._crew)
+
+    def keep_in_8_bits(self, readers: KernelSet | None = None) -> None:
+        raise NotApplicable("the pages of several ranks are kept as they are")
 
     def serve(self) -> None:
         self._crew.tell(Serve())

@@ -78,6 +78,11 @@ class OverPages(PlainForward):
             call, self.layers, states, self._pass, self._page_size, self._compile, size
         )
 
+    def keep_in_8_bits(self, readers: KernelSet | None = None) -> None:
+        super().keep_in_8_bits(readers)
+        for layer, store in zip(self.layers, self.stores, strict=True):
+            layer.store = store
+
     def abandon(self) -> None:
         super().abandon()
         if self.rows is not None:

@@ -4,6 +4,7 @@ Mac."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 INTEGERS = {"table", "lengths", "items", "slots", "written"}
 FLOATS = {"sinks", "rotation", "partial", "partial_figures", "parameters"}
+CODES = {"codes": "int8_t", "scales": "bfloat16_t"}
 UNSIGNED = {"seeds", "drawn", "tokens", "following"}
 
 
@@ -33,6 +35,8 @@ def kernel(source: KernelSource, dtype: mx.Dtype, few: Sequence[str]) -> Kernel:
             return "int32_t"
         if name in UNSIGNED:
             return "uint32_t"
+        if name in CODES:
+            return CODES[name]
         return "float" if name in FLOATS else TYPES[dtype]
 
     inputs = [(name, element(name), name in few) for name in source.inputs]
@@ -57,6 +61,7 @@ def attention(dim: int, dtype: mx.Dtype) -> list[KernelSource]:
     ]
     return [
         *(metal.attend_source(of, variant) for variant in variants),
+        *(metal.attend_source(of, replace(variant, coded=dim // 2)) for variant in variants[:2]),
         *(metal.merge_source(of, sinks=sinks) for sinks in (False, True)),
         *(metal.rotate_source(of, rotary) for rotary in rotaries),
         metal.rotate_source(of, Rotary(dim, False, 1e-6, alone=True)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,13 +55,15 @@ def on_kernels(model: nn.Module, size: int) -> Forward:
     return choose(model, size, kernels=Portable, compile=plainly, writers=PortableWriter)
 
 
-@pytest.mark.parametrize("way", [choose, on_kernels])
+@pytest.mark.parametrize("way", [choose, on_kernels, partial(choose, kv_bits=8)])
 async def test_a_prefix_outlives_the_engine(
     llama: Path, disk: PrefixDisk, way: Callable[[nn.Module, int], Forward]
 ) -> None:
     async with Rig(llama, choose=way, disk=disk) as rig:
         first = await cached(rig.submit(prompt(LONG), 8))
-        assert first == (0, await reference(rig, prompt(LONG), 8))
+        assert first[0] == 0
+        if not isinstance(way, partial):
+            assert first[1] == await reference(rig, prompt(LONG), 8)
         assert files_of(disk) == []
     assert len(files_of(disk)) == LONG // BLOCK
     async with Rig(llama, choose=way, disk=disk) as rig:

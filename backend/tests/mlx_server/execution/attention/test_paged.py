@@ -11,14 +11,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from devices.portable import Portable
+from devices.portable import Portable, PortableCoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx import nn
 from mlx_lm.models import llama
 
 from mlx_manager.mlx_server.devices import table as devices
-from mlx_manager.mlx_server.devices.attention import splits
+from mlx_manager.mlx_server.devices.attention import codes, splits
 from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape
 from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.devices.attention.kinds import HEAD_DIMS
@@ -26,6 +26,7 @@ from mlx_manager.mlx_server.devices.attention.splits import Splits
 from mlx_manager.mlx_server.devices.cuda.attention import chunk_plan
 from mlx_manager.mlx_server.devices.namespaces import namespaces_of
 from mlx_manager.mlx_server.engine.kv import store
+from mlx_manager.mlx_server.engine.kv.coded import CodedStore
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore, Numbers
 from mlx_manager.mlx_server.execution.attention import paged as attention
@@ -71,6 +72,7 @@ class Case:
     window: int | None = None
     sinks: bool = False
     seed: int = 0
+    coded: bool = False
 
     @property
     def shape(self) -> LayerShape:
@@ -117,23 +119,44 @@ class Scene:
             wide = mx.array(numbers.standard_normal(dims), mx.float32)
             return np.array(wide.astype(case.dtype).astype(mx.float32))
 
-        self.keys = [draw(case.kv_heads, row.length, case.dim) for row in case.rows]
-        self.values = [draw(case.kv_heads, row.length, shape.value_dim) for row in case.rows]
+        def kept(heads: np.ndarray) -> np.ndarray:
+            """As the store keeps them."""
+            if not case.coded:
+                return heads
+            group = codes.group_of(case.dim)
+            assert group is not None
+            turn = codes.turn_of(case.dim)
+            found = codes.decoded(*codes.encoded(mx.array(heads) @ turn, group), mx.float32)
+            return np.array(found @ turn)
+
+        self.keys = [kept(draw(case.kv_heads, row.length, case.dim)) for row in case.rows]
+        self.values = [kept(draw(case.kv_heads, row.length, shape.value_dim)) for row in case.rows]
         self.queries = [draw(case.heads, row.queries, case.dim) for row in case.rows]
         self.sinks = draw(case.heads) if case.sinks else None
         self.scale = case.dim**-0.5
         self.tables, pages = tables(case.rows, size, case.seed)
-        self.store = LayerStore(shape, size, self.kernels)
-        self.store.resize(pages)
-        self.store.keys = mx.full(self.store.keys.shape, POISON, case.dtype)
-        self.store.values = mx.full(self.store.values.shape, POISON, case.dtype)
+        self.store = self._poisoned(pages)
         for row, table, k, v in zip(case.rows, self.tables, self.keys, self.values, strict=True):
             past = row.length - row.queries
             if past:
                 places = np.arange(past)
                 slots = Numbers(table.pages[places // size] * size + places % size)
                 self.store.write(self._cast(k[:, :past]), self._cast(v[:, :past]), slots)
-        mx.eval(self.store.keys, self.store.values)
+        mx.eval(self.store.held)
+
+    def _poisoned(self, pages: int) -> LayerStore:
+        case = self.case
+        if case.coded:
+            coded = CodedStore(case.shape, case.page_size, self.kernels)
+            coded.resize(pages)
+            coded.codes = mx.full(coded.codes.shape, codes.MOST, mx.int8)
+            coded.scales = mx.full(coded.scales.shape, POISON / codes.MOST, codes.SCALE)
+            return coded
+        store = LayerStore(case.shape, case.page_size, self.kernels)
+        store.resize(pages)
+        store.keys = mx.full(store.keys.shape, POISON, case.dtype)
+        store.values = mx.full(store.values.shape, POISON, case.dtype)
+        return store
 
     def _cast(self, numbers: np.ndarray) -> mx.array:
         return mx.array(numbers).astype(self.case.dtype)
@@ -282,6 +305,53 @@ def test_windows_and_sinks(window: int | None, sinks: bool, dtype: mx.Dtype) -> 
     agree(case, scene.attend(), scene.expected())
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize("window", [None, 7, 64])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_keys_and_values_in_8_bits_are_attended_as_what_the_codes_stand_for(
+    window: int | None, dim: int, dtype: mx.Dtype
+) -> None:
+    rows = (*MIXED, Row(700, queries=32), Row(580, scattered=True), Row(640, scattered=True))
+    case = Case(rows, 8, 2, dim, dtype=dtype, window=window, coded=True)
+    scene = Scene(case)
+    agree(case, scene.attend(), scene.expected())
+
+
+def test_a_group_in_parts_reads_and_hides_what_it_does_as_a_whole() -> None:
+    rows = tuple(Row(length, scattered=True) for length in (100, 104, 110, 118, 120))
+    scene = Scene(Case(rows, 8, 2, 64, coded=True))
+    scene.attend()
+    [group] = StepPlan(scene.spans, 16).groups(None)
+    assert group.parts(5 * 120) == [group]
+    parts = group.parts(250)
+    assert [(part.start, part.rows) for part in parts] == [(0, 2), (2, 2), (4, 1)]
+    assert group.parts(240) is parts
+    read = [part.read(scene.store) for part in parts]
+    for which, whole in enumerate(group.read(scene.store)):
+        own = mx.concatenate([both[which] for both in read])
+        np.testing.assert_array_equal(np.array(whole), np.array(own))
+    hidden = mx.concatenate([part.hidden for part in parts])
+    np.testing.assert_array_equal(np.array(group.hidden), np.array(hidden))
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_kernels_read_the_codes_of_running_rows_and_chunks_are_read_beside_them(
+    window: int | None,
+) -> None:
+    attended = []
+
+    class Counting(PortableCoded):
+        def attend_codes(self, q: mx.array, *pages: mx.array, **how: Any) -> mx.array:
+            attended.append(len(q))
+            return super().attend_codes(q, *pages, **how)
+
+    rows = (Row(17), Row(40, scattered=True), Row(60, queries=5), Row(70, queries=30))
+    case = Case(rows, 8, 2, 64, window=window, sinks=True, coded=True)
+    scene = Scene(case, KernelSet(Portable, build_coded=Counting))
+    agree(case, scene.attend(), scene.expected())
+    assert attended == [7]
+
+
 def test_keys_and_values_may_differ_in_size() -> None:
     case = Case(MIXED, 4, 1, 72, value_dim=40)
     scene = Scene(case)
@@ -344,6 +414,7 @@ def cases(draw: st.DrawFn) -> Case:
         window=draw(st.one_of(st.none(), st.integers(1, 60))),
         sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
+        coded=draw(st.booleans()),
     )
 
 

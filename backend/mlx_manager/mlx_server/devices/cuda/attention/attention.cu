@@ -44,6 +44,44 @@ struct Pages {
   int table_width;
 };
 
+// The same in 8 bits; see CodedKernels.
+struct CodedPages {
+  const int8_t* codes;
+  const __nv_bfloat16* scales;
+  const int* table;
+  const int* lengths;
+  const int* items;
+  long slots;
+  int table_width;
+};
+
+// Keys or values of one head in 8 bits, from D numbers a token on, with a scale for G of them.
+template <typename T, int D, int G>
+struct CodedHead {
+  const int8_t* codes;
+  const __nv_bfloat16* scales;
+
+  __device__ void point(const CodedPages& pages, long head) {
+    codes = pages.codes + head * pages.slots * D;
+    scales = pages.scales + head * pages.slots * (D / G);
+  }
+
+  // The 8 numbers from `place` on, which share a scale; zeros if they are not `seen`.
+  __device__ __forceinline__ uint4 piece(long place, bool seen) const {
+    if (!seen) return make_uint4(0u, 0u, 0u, 0u);
+    const uint2 word = *reinterpret_cast<const uint2*>(codes + place);
+    const unsigned bits = reinterpret_cast<const unsigned short*>(scales)[place / G];
+    const float scale = unpack(bits, static_cast<const __nv_bfloat16*>(nullptr)).x;
+    return make_uint4(pair(word.x, scale), pair(word.x >> 16, scale), pair(word.y, scale),
+                      pair(word.y >> 16, scale));
+  }
+
+  __device__ __forceinline__ static unsigned pair(unsigned codes, float scale) {
+    const float low = float(int8_t(codes)), high = float(int8_t(codes >> 8));
+    return pack(low * scale, high * scale, static_cast<const T*>(nullptr));
+  }
+};
+
 // Where results go. `arrivals` counts the blocks of each split query that are done.
 template <typename T>
 struct Results {
@@ -72,8 +110,9 @@ struct Denominator {
   }
 };
 
+// CODED: numbers with one scale, of pages in 8 bits; 0 for other pages.
 template <typename T, int D, int GROUP, int PAGE, int WARPS, int STAGES, int WINDOW, bool CAP,
-          bool SINKS>
+          bool SINKS, int CODED = 0>
 struct Attend {
   static constexpr int HEADS = heads_per_block(GROUP, D);
   static constexpr int BLOCKS = (GROUP + HEADS - 1) / HEADS;
@@ -89,6 +128,7 @@ struct Attend {
 
   const T* k_head;
   const T* v_head;
+  CodedHead<T, D, CODED ? CODED : D> coded_keys, coded_values;
   const int* pages_of_row;
   int first_tile, count, begin, end;
   int stored;  // tokens before this one are in pages; the rest, if any, is fresh
@@ -118,9 +158,15 @@ struct Attend {
         int piece = j * 32 + lane;
         int token = piece / (D / 8);
         int to = token * STRIDE + piece % (D / 8) * 8;
-        int bytes = start + token >= begin && start + token < stored ? 16 : 0;
-        copy_async_of_line(k_stage + to, k_head + offset + piece * 8, bytes);
-        copy_async_of_line(v_stage + to, v_head + offset + piece * 8, bytes);
+        const bool seen = start + token >= begin && start + token < stored;
+        if constexpr (CODED > 0) {
+          const long place = offset + piece * 8;
+          *reinterpret_cast<uint4*>(k_stage + to) = coded_keys.piece(place, seen);
+          *reinterpret_cast<uint4*>(v_stage + to) = coded_values.piece(place, seen);
+        } else {
+          copy_async_of_line(k_stage + to, k_head + offset + piece * 8, seen ? 16 : 0);
+          copy_async_of_line(v_stage + to, v_head + offset + piece * 8, seen ? 16 : 0);
+        }
       }
     }
     commit_copies();
@@ -311,8 +357,18 @@ struct Attend {
     __syncthreads();
   }
 
+  __device__ __forceinline__ void point(const Pages<T>& pages, int kv_head, int) {
+    k_head = pages.k_pool + kv_head * pages.slots * D;
+    v_head = pages.v_pool + kv_head * pages.slots * D;
+  }
+  __device__ __forceinline__ void point(const CodedPages& pages, int kv_head, int kv_heads) {
+    coded_keys.point(pages, kv_head);
+    coded_values.point(pages, kv_heads + kv_head);
+  }
+
   // The item that this block serves. False for padding.
-  __device__ __forceinline__ bool begin_item(const Pages<T>& pages, Place& place) {
+  template <typename P>
+  __device__ __forceinline__ bool begin_item(const P& pages, Place& place) {
     const int* item = pages.items + blockIdx.y * 8;
     place.q_row = item[0];
     if (place.q_row < 0) return false;
@@ -334,8 +390,7 @@ struct Attend {
     const int last_tile = place.split == place.splits - 1 ? (end + kTile - 1) / kTile : item[3];
     first_tile = item[2] > begin / kTile ? item[2] : begin / kTile;
     count = (last_tile - first_tile - warp + WARPS - 1) / WARPS;
-    k_head = pages.k_pool + kv_head * pages.slots * D;
-    v_head = pages.v_pool + kv_head * pages.slots * D;
+    point(pages, kv_head, place.kv_heads);
     pages_of_row = pages.table + (long)item[1] * pages.table_width;
     extern __shared__ __align__(16) unsigned char shared[];
     stages = reinterpret_cast<T*>(shared) + warp * STAGES * 2 * kTile * STRIDE;
@@ -377,8 +432,9 @@ struct Attend {
     __syncthreads();
   }
 
-  __device__ void run(const T* q, const Pages<T>& pages, const Results<T>& results,
-                      const float* sinks, float scale, float cap) {
+  template <typename P>
+  __device__ void run(const T* q, const P& pages, const Results<T>& results, const float* sinks,
+                      float scale, float cap) {
     Place place;
     if (!begin_item(pages, place)) return;
     fetch_first();

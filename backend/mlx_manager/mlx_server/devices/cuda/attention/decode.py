@@ -13,6 +13,7 @@ import numpy.typing as npt
 from mlx_manager.mlx_server.devices.attention.kernel import (
     AttentionShape,
     AttentionVariant,
+    CodedShape,
     Lengths,
     Rotary,
 )
@@ -85,6 +86,17 @@ def build(shape: AttentionShape) -> CudaAttention | Unsupported:
     return device if isinstance(device, Unsupported) else CudaAttention(shape, device)
 
 
+def build_coded(of: CodedShape) -> CudaAttention | Unsupported:
+    if of.group % PIECE:
+        return Unsupported(f"groups of {of.group} numbers")
+    device = device_for(of.attention.dtype)
+    return (
+        device
+        if isinstance(device, Unsupported)
+        else CudaAttention(of.attention, device, coded=of.group)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class CudaLaunch:
     """Warps of a block, shared-memory stages of a warp, and the figures that follow from them.
@@ -147,9 +159,14 @@ class CudaAttention(LaunchedKernels):
     _merges = False
 
     def __init__(
-        self, shape: AttentionShape, device: CudaDevice, launch: CudaLaunch | None = None
+        self,
+        shape: AttentionShape,
+        device: CudaDevice,
+        launch: CudaLaunch | None = None,
+        *,
+        coded: int | None = None,
     ) -> None:
-        super().__init__(shape, writer(shape.pools))
+        super().__init__(shape, writer(shape.pools), coded)
         self.launches = dict.fromkeys(BlockKind, launch) if launch else launches_of(shape, device)
         self._device = device
         self._heads = heads_per_block(shape)
@@ -268,7 +285,7 @@ def attend_source(
         "Attend",
         (
             *(dtype, shape.head_dim, shape.group, shape.page_size, launch.warps, launch.stages),
-            *(variant.window or 0, variant.softcap is not None, variant.sinks),
+            *(variant.window or 0, variant.softcap is not None, variant.sinks, variant.coded or 0),
         ),
     )
     given: Argument
@@ -282,8 +299,12 @@ def attend_source(
             function, given = "run_fused", _fresh(shape, rotary)
             inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
             options = (*_kind(rotary), launch.fresh)
-    pages = ("k_pool", "v_pool", "table", "lengths", "items", "sinks", "arrivals")
-    sizes = (Size("k_pool", 1), Size("table", 1))
+    pools: tuple[str, ...] = ("k_pool", "v_pool")
+    kind = KernelName("Pages", (dtype,))
+    if variant.coded is not None:
+        pools, kind, after = ("codes", "scales"), KernelName("CodedPages"), ()
+    pages = (*pools, "table", "lengths", "items", "sinks", "arrivals")
+    sizes = (Size(pools[0], 1), Size("table", 1))
     return CudaSource(
         name="paged_attend",
         files=(DEVICE_SOURCE, HEADS_SOURCE, _SOURCE),
@@ -293,7 +314,7 @@ def attend_source(
         constants=options,
         arguments=(
             given,
-            Struct(KernelName("Pages", (dtype,)), (*pages[:5], *sizes)),
+            Struct(kind, (*pages[:5], *sizes)),
             Struct(
                 KernelName("Results", (dtype,)), ("out", "partial", "partial_figures", "arrivals")
             ),

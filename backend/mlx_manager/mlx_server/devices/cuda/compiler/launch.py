@@ -27,6 +27,7 @@ C_TYPES: dict[Any, str] = {
     mx.int32: "int32_t",
     mx.uint32: "uint32_t",
     mx.uint8: "uint8_t",
+    mx.int8: "int8_t",
 }
 
 PREAMBLE = """#include <cuda_bf16.h>
