@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from live import live_server
+from typer.testing import CliRunner
+
+from mlx_manager.cli import app
 
 TEXT = " ".join(f"Rule {i}: page {i * 7 % 83} of the book comes first." for i in range(60))
 
@@ -37,24 +43,67 @@ def on_disk(url: str) -> dict[str, int]:
     return found["prefix_disk"]  # type: ignore[no-any-return]
 
 
-def test_a_killed_server_s_prefixes_are_found_by_the_next_one(tmp_path: Path) -> None:
-    settings = {"prefix_disk_gb": 1, "prefix_disk_dir": tmp_path / "kept", "log_level": "info"}
-    with live_server(tmp_path / "first", **settings) as server:
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """A server that was killed. kept: its folder. text: its answer. prompt: tokens of the prompt,
+    of which whole blocks are in the folder."""
+
+    kept: Path
+    text: str
+    prompt: int
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    folder = tmp_path_factory.mktemp("killed")
+    kept = folder / "kept"
+    with live_server(folder / "log", **settings_of(kept)) as server:
         first, second = ask(server.url), ask(server.url)
         prompt = first["usage"]["prompt_tokens"]
         assert text_of(first) == text_of(second)
         due = time.monotonic() + 30
-        while len(files := list((tmp_path / "kept").rglob("*.safetensors"))) < prompt // 256:
+        while len(files := list(kept.rglob("*.safetensors"))) < prompt // 256:
             assert time.monotonic() < due, "what is used a second time is not written"
             time.sleep(0.02)
         written = on_disk(server.url)
         assert written["written_bytes"] == sum(file.stat().st_size for file in files)
         assert written["files_bytes"] == written["written_today"] == written["written_bytes"]
         server.process.kill()
-    with live_server(tmp_path / "second", **settings) as server:
+    return Killed(kept, text_of(first), prompt)
+
+
+def settings_of(kept: Path) -> dict[str, object]:
+    return {"prefix_disk_gb": 1, "prefix_disk_dir": kept, "log_level": "info"}
+
+
+def test_exported_prefixes_are_found_where_they_were_imported(
+    killed: Killed, tmp_path: Path
+) -> None:
+    file, there = tmp_path / "kept.tar", tmp_path / "there"
+    of = ("--model", "mlx-manager/demo")
+    assert cache("export", *of, file, "--prefix-disk-dir", killed.kept)["damaged"] == 0
+    moved = cache("import", file, "--prefix-disk-dir", there)
+    assert moved["blocks"] == killed.prompt // 256
+    with live_server(tmp_path / "log", **settings_of(there)) as server:
         again = ask(server.url)
-        assert text_of(again) == text_of(first)
-        assert cached_of(again) == prompt // 256 * 256
+    assert text_of(again) == killed.text
+    assert cached_of(again) == killed.prompt // 256 * 256
+
+
+def cache(*arguments: object) -> dict[str, Any]:
+    """Return the account of `mlx-manager cache`."""
+    done = CliRunner().invoke(app, ["cache", *map(str, arguments), "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def test_a_killed_server_s_prefixes_are_found_by_the_next_one(
+    killed: Killed, tmp_path: Path
+) -> None:
+    with live_server(tmp_path / "log", **settings_of(killed.kept)) as server:
+        again = ask(server.url)
+        assert text_of(again) == killed.text
+        assert cached_of(again) == killed.prompt // 256 * 256
         read = on_disk(server.url)
         assert read["hits"] == cached_of(again)
         assert read["read_bytes"] > 0

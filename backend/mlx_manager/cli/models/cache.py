@@ -1,25 +1,41 @@
-"""`mlx-manager cache`: list and remove the prompts that are kept on disk for reuse."""
+"""`mlx-manager cache`: list, move and remove the prompts that are kept on disk for reuse."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mlx_manager.cli.settings import parse_settings, takes_settings
-from mlx_manager.cli.terminal import AsJson, ExitCode, duration, fail, note, show, table
+from mlx_manager.cli.terminal import (
+    AsJson,
+    ExitCode,
+    complain,
+    duration,
+    fail,
+    note,
+    require_place,
+    show,
+    table,
+)
 from mlx_manager.mlx_server.utils.text import sized
+from mlx_manager.printable import on_one_line
 
 if TYPE_CHECKING:
+    from mlx_manager.mlx_server.config import MLXServerSettings
+    from mlx_manager.mlx_server.engine.disk.archive import Archive, Moved
     from mlx_manager.mlx_server.engine.disk.folder import Folder, KeptPrefixes
+    from mlx_manager.mlx_server.engine.disk.names import Space
 
 cache = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="List and remove the prompts that are kept on disk for reuse.",
+    help="List, move and remove the prompts that are kept on disk for reuse.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -90,6 +106,163 @@ def purge(
         print_kept(kept)
     nbytes = sized(sum(of.nbytes for of in kept))
     typer.echo(f"{nbytes} would be removed." if dry_run else f"{nbytes} are free again.")
+
+
+@cache.command("export")
+@takes_settings("prefix_disk_dir")
+def export_kept(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write, a tar")],
+    *,
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="What is kept of this model, in all its forms")
+    ],
+    given: dict[str, Any],
+    as_json: AsJson = False,
+) -> None:
+    """Write what is kept of a model as one file, for another machine that serves the same model.
+
+    That machine must have a device of the same name and the same versions of mlx, mlx-lm and this
+    program. What prompts say can be worked out from the file: keep it as you would keep them.
+
+    \b
+    Example:
+      mlx-manager cache export --model mlx-community/Llama-3.2-3B-Instruct-4bit kept.tar
+    """
+    require_place(file)
+    folder, _ = folder_of(given)
+    if not any(of.model == model for of in folder.kept()):
+        fail(f"Nothing is kept of {model!r} in {folder.root}.", ExitCode.NOT_FOUND)
+    from mlx_manager.mlx_server.engine.disk.archive import export
+    from mlx_manager.mlx_server.utils.revisions import writing_whole
+
+    try:
+        with writing_whole(file) as writing:
+            moved = export(folder, model, writing)
+            if not moved.blocks:
+                fail(f"Nothing that is whole is kept of {model!r} in {folder.root}.")
+    except OSError as error:
+        fail(f"{file} can't be written: {error}.")
+    report(moved, f"{sum_of(moved)} of {on_one_line(model)}: {file}", model, as_json)
+
+
+@cache.command("import")
+@takes_settings(
+    *("prefix_disk_dir", "prefix_disk_gb", "prefix_write_gb_per_day", "models_dir", "models_file")
+)
+def import_kept(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="As `cache export` wrote it")],
+    *,
+    given: dict[str, Any],
+    as_json: AsJson = False,
+) -> None:
+    """Take in a file that `cache export` wrote on another machine, within the limits here.
+
+    Each block is checked; what is here already stays. The file is refused if it was made on another
+    device, by other versions of mlx, mlx-lm or this program, or of other files of the model than
+    are here. Take files only from those whom you would let answer for the model.
+
+    \b
+    Example:
+      mlx-manager cache import kept.tar --prefix-disk-gb 20
+    """
+    settings = parse_settings(given)
+    folder, _ = folder_of(given)
+    from mlx_manager.mlx_server.engine.disk.archive import Archive, ArchiveRefused
+
+    if not file.is_file():
+        fail(f"{file} is no file.", ExitCode.NOT_FOUND)
+    try:
+        with file.open("rb") as reading:
+            archive = Archive.read(reading)
+            used = usable(file, archive, settings)
+            folder.look()
+            moved = archive.move_into(folder, lambda space: space in used)
+    except ArchiveRefused as error:
+        fail(f"{file} is refused: {error}.", ExitCode.REFUSED)
+    except OSError as error:
+        fail(f"{file} can't be taken in: {error}.")
+    done = f"{sum_of(moved)} of {on_one_line(archive.model)} came into {folder.root}"
+    report(moved, done, archive.model, as_json)
+
+
+def usable(file: Path, archive: Archive, settings: MLXServerSettings) -> list[Space]:
+    """Return the forms in an archive that a server on this machine could use, and end the program
+    if there are none."""
+    from mlx_manager.cli.server.serve import require_mlx
+
+    require_mlx()
+    from mlx_manager.mlx_server.engine.disk.machine import difference
+
+    revision = revision_here(archive.model, settings)
+    found, reasons = [], []
+    for space in archive.spaces:
+        why = difference(space.facts)
+        if why is None and revision is not None and space.facts.get("revision") != revision:
+            why = "they were computed by other files than this machine has of the model"
+        if why is None:
+            found.append(space)
+        elif why not in reasons:
+            reasons.append(why)
+    named = f"the blocks in {file} of {archive.model}"
+    if not found:
+        said = "; ".join(reasons) or "there are none"
+        fail(f"Of no use here are {named}: {said}.", ExitCode.REFUSED)
+    for why in reasons:
+        note(f"Some of {named} are left out: {why}.")
+    if revision is None:
+        note(f"{archive.model} is not on this machine yet: whether its files are the same ")
+        note("is found out when it is served, by this name.")
+    return found
+
+
+def revision_here(model: str, settings: MLXServerSettings) -> str | None:
+    """Return the revision of the files that this machine has of a model; None if it has none."""
+    from mlx_manager.mlx_server.engine.disk.threads import MEMORY
+    from mlx_manager.mlx_server.errors import MLXManagerError, ModelNotFound
+    from mlx_manager.mlx_server.models.catalog import Catalog
+    from mlx_manager.mlx_server.models.settings import read_models_file
+    from mlx_manager.mlx_server.utils.revisions import revision_of, stamps_of
+
+    try:
+        owners = read_models_file(settings.models_file)
+        recipe = owners.of(model).recipe
+        path = Catalog(settings.catalog, owners).find(recipe.base or model).path
+    except ModelNotFound:
+        return None
+    except MLXManagerError as error:
+        fail(error.message, ExitCode.USAGE)
+    if path is None:
+        return None
+    stamps = stamps_of(filter(None, (path, recipe.adapter)))
+    return revision_of(stamps, settings.prefix_folder / MEMORY)
+
+
+def blocks_in(count: int) -> str:
+    return f"{count:,} block{'' if count == 1 else 's'}"
+
+
+def sum_of(moved: Moved) -> str:
+    return f"{blocks_in(moved.blocks)} ({sized(moved.nbytes)})"
+
+
+def report(moved: Moved, done: str, model: str, as_json: bool) -> None:
+    """Print the account of an export or import; the program fails where blocks were damaged or
+    writing was stopped."""
+    if as_json:
+        typer.echo(json.dumps({"model": model, **asdict(moved)}, indent=2))
+    else:
+        typer.echo(done)
+    if moved.there:
+        note(f"Here already: {blocks_in(moved.there)}.")
+    if moved.gone:
+        note(f"Removed meanwhile: {blocks_in(moved.gone)}.")
+    if moved.unfit:
+        why = moved.stopped or "the limit, the disk or the day's writes leave no room"
+        complain(f"Left out: {blocks_in(moved.unfit)}, as {why}.")
+    if moved.damaged:
+        complain(f"Damaged, and left out: {blocks_in(moved.damaged)}.")
+    if moved.damaged or moved.stopped:
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def folder_of(given: dict[str, Any]) -> tuple[Folder, bool]:

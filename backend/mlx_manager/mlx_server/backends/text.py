@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
-from mlx_manager import __version__
 from mlx_manager.mlx_server.backends.guidance import (
     GUIDE_SECONDS,
     Guidance,
@@ -45,6 +43,7 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.defaults import fill_sampling
 from mlx_manager.mlx_server.engine.disk.folder import Folder
+from mlx_manager.mlx_server.engine.disk.machine import machine_facts
 from mlx_manager.mlx_server.engine.disk.threads import BlockDisk
 from mlx_manager.mlx_server.engine.disk.tier import block_pages, dtype_name, stores_of
 from mlx_manager.mlx_server.engine.prompt_images import PromptImages
@@ -76,7 +75,7 @@ from mlx_manager.mlx_server.text.grammar.guide import Guide
 from mlx_manager.mlx_server.text.grammar.sandbox import Sandbox
 from mlx_manager.mlx_server.text.output_parser import OutputParser
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads, Waiting
-from mlx_manager.mlx_server.utils.memory import Ledger, device_name
+from mlx_manager.mlx_server.utils.memory import Ledger
 from mlx_manager.mlx_server.utils.progress import Doing, unheard
 
 log = logging.getLogger(__name__)
@@ -190,8 +189,7 @@ def kept_on_disk(
         log.warning("%s: its prefixes %s, and none are kept on disk", loaded.id, why)
         return None
     facts = {
-        "programs": [__version__, version("mlx"), version("mlx-lm")],
-        "device": device_name(),
+        **machine_facts(),
         "weights": [loaded.weights.name, loaded.weights.dtype],
         "forward": [forward.kind, forward.prefixes],
         "pages": [limits.page_size, block_pages(limits.page_size)],

@@ -12,10 +12,11 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 log = logging.getLogger(__name__)
 
@@ -122,12 +123,23 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         OSError: it can't be written.
     """
+    with writing_whole(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def writing_whole(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that only its owner may read, and that takes the place of `path` at the end;
+    nothing of it stays where the end is not come to.
+
+    Raises:
+        OSError: it can't be written.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
         Path(name).replace(path)
-    except OSError:
+    finally:
         with suppress(OSError):
             Path(name).unlink()
-        raise

@@ -7,7 +7,9 @@ step would wait for it.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import struct
 import zlib
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_manager.mlx_server.engine.disk.names import FORMAT, BlockName, Space
+from mlx_manager.mlx_server.engine.disk.names import FILE, FORMAT, BlockName, Space
 
 CODES = {
     **{"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"},
@@ -28,6 +30,12 @@ CODES = {
 """Types of MLX, and their codes in safetensors."""
 DTYPES = {code: name for name, code in CODES.items()}
 LARGEST_HEADER = 1 << 24
+MOST_PAGES = 1 << 24
+"""Most pages of a prefix: far more than any context."""
+LONGEST_AXIS = (1 << 31) - 1
+TENSOR = re.compile(r"(?!state\.)[a-z_]{1,32}\.\d{1,4}|state\.\d{1,4}\.\d{1,4}(\.none)?", re.ASCII)
+"""Names of tensors: a part of a layer's pages, or of its state."""
+PAGES = re.compile(r"(\d{1,9}):(\d{1,9})", re.ASCII)
 
 
 class Damaged(Exception):
@@ -57,14 +65,7 @@ class PrefixBlock:
 
 def header_of(space: Space, block: PrefixBlock) -> bytes:
     """Return what the block's file begins with. Reads all of the block, for its checksum."""
-    metadata = {
-        "format": f"mlx-manager prefix {FORMAT}",
-        "model": space.model,
-        "space": space.digest.hex(),
-        "digest": block.name.digest.hex(),
-        "kind": block.name.kind,
-        "pages": f"{block.name.first}:{block.name.end}",
-    }
+    metadata = _about(space, block.name)
     described: dict[str, Any] = {}
     offset = 0
     for name, tensor in block.tensors.items():
@@ -102,28 +103,63 @@ def read(path: Path, space: Space, name: BlockName) -> PrefixBlock:
         Damaged: it is not what was written under this name.
     """
     with path.open("rb", buffering=0) as file:
-        described, metadata = _header(file)
-        # Before any memory is taken: a damaged header may speak of any size.
-        if os.fstat(file.fileno()).st_size - file.tell() != (size := _size(described)):
-            raise Damaged("it has not as many bytes as its header says")
-        content = np.empty(size, np.uint8)
-        view, got = content.data, 0
-        while got < size and (more := file.readinto(view[got:])):
-            got += more
+        return read_part(file, os.fstat(file.fileno()).st_size, space, name)
+
+
+def read_part(file: Any, nbytes: int, space: Space, name: BlockName) -> PrefixBlock:
+    """Return the block of this name in the next `nbytes` bytes of a file that is open.
+
+    Raises:
+        OSError: the file can't be read.
+        Damaged: it is not what was written under this name.
+    """
+    begin = file.tell()
+    described, metadata = _header(file)
+    # Before any memory is taken: a damaged header may speak of any size.
+    if begin + nbytes - file.tell() != (size := _size(described)):
+        raise Damaged("it has not as many bytes as its header says")
+    content = np.empty(size, np.uint8)
+    view, got = content.data, 0
+    while got < size and (more := file.readinto(view[got:])):
+        got += more
     if (checksum := metadata.pop("crc32", "")) != (
         f"{zlib.crc32(content.data, zlib.crc32(_said(metadata, described))):08x}"
     ):
         raise Damaged(f"its checksum is not {checksum or 'there'}")
-    wanted = {
+    if metadata != _about(space, name):
+        raise Damaged("it is of another prefix or model")
+    return PrefixBlock(name, {key: _tensor(of, content) for key, of in described.items()})
+
+
+def name_of(path: Path) -> BlockName:
+    """Return the name of the block in a file; only `read` tells whether the block is whole.
+
+    Raises:
+        OSError: the file is not there, or can't be read.
+        Damaged: it is no file of a block.
+    """
+    with path.open("rb") as file:
+        _, metadata = _header(file)
+    found = FILE.fullmatch(path.name)
+    pages = PAGES.fullmatch(metadata.get("pages", ""))
+    if found is None or pages is None:
+        raise Damaged("its header does not say which pages it has")
+    name = BlockName(bytes.fromhex(found[1]), found[2], int(pages[1]), int(pages[2]))
+    if not 0 <= name.first < name.end <= MOST_PAGES:
+        raise Damaged("its header does not say which pages it has")
+    return name
+
+
+def _about(space: Space, name: BlockName) -> dict[str, str]:
+    """Return the metadata of a block's file, but for the checksum."""
+    return {
         "format": f"mlx-manager prefix {FORMAT}",
+        "model": space.model,
         "space": space.digest.hex(),
         "digest": name.digest.hex(),
         "kind": name.kind,
         "pages": f"{name.first}:{name.end}",
     }
-    if any(metadata.get(key) != value for key, value in wanted.items()):
-        raise Damaged("it is of another prefix or model")
-    return PrefixBlock(name, {key: _tensor(of, content) for key, of in described.items()})
 
 
 def _text(metadata: Mapping[str, str], described: Mapping[str, Any]) -> bytes:
@@ -148,23 +184,33 @@ def _header(file: Any) -> tuple[dict[str, Any], dict[str, str]]:
         metadata = content.pop("__metadata__")
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         raise Damaged("its header can't be read") from None
-    if not isinstance(metadata, dict) or _text(metadata, content) != text:
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise Damaged("its header can't be read")
+    if not all(TENSOR.fullmatch(name) and _is_tensor(of) for name, of in content.items()):
+        raise Damaged("its header describes what is no tensor of a block")
+    if _text(metadata, content) != text:
         raise Damaged("its header can't be read")
     return content, metadata
+
+
+def _is_tensor(of: Any) -> bool:
+    """Return whether JSON describes a tensor."""
+    match of:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, end]}:
+            sizes = all(type(n) is int and 0 <= n <= LONGEST_AXIS for n in shape)
+            return len(of) == 3 and code in DTYPES and sizes and type(start) is type(end) is int
+    return False
 
 
 def _size(described: Mapping[str, Any]) -> int:
     """Return the bytes of all tensors, which must follow each other."""
     end = 0
-    try:
-        for of in described.values():
-            start, behind = of["data_offsets"]
-            nbytes = np.prod(of["shape"], dtype=np.int64) * WIDTHS[of["dtype"]]
-            if start != end or behind - start != nbytes or min(of["shape"], default=1) < 0:
-                raise Damaged("its tensors do not lie one after another")
-            end = int(behind)
-    except (KeyError, TypeError, ValueError):
-        raise Damaged("its header can't be read") from None
+    for of in described.values():
+        start, behind = of["data_offsets"]
+        nbytes = math.prod(of["shape"]) * WIDTHS[of["dtype"]]
+        if start != end or behind - start != nbytes:
+            raise Damaged("its tensors do not lie one after another")
+        end = behind
     return end
 
 

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,8 @@ WHOLE = 4096
 """Size of the state's file, or of a part of it; the rest is blank."""
 SPARE_DISK = 2 * 2**30
 """Bytes of the disk that are left to others."""
+SLACK = 64
+"""One part of so many of the budget is freed beyond what a write needs."""
 DEPTH = 0.001
 """Seconds by which a page counts as used before the page in front of it: the end of a prefix goes
 first, without which the beginning is still of use."""
@@ -136,7 +139,7 @@ class Folder:
     def excess(self) -> tuple[int, int]:
         """Return how many files the next write would remove first, and their bytes: those used
         least recently that are over the budget, or take what is to be left of the disk."""
-        left = over = self.nbytes - self._budget()
+        left = over = self.nbytes - self.budget()
         files = 0
         for _, _, found in self._by_age():
             if left <= 0:
@@ -144,6 +147,28 @@ class Folder:
             left -= found.nbytes
             files += 1
         return files, max(over - left, 0)
+
+    def space(self, folder: str) -> Space | None:
+        """Return the space that a folder is of; None if its file does not say so."""
+        try:
+            about = json.loads((self.root / folder / SPACE_FILE).read_bytes())
+            space = Space(about["model"], about["facts"])
+            return space if space.folder == folder else None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def files(self, space: Space) -> dict[str, Found]:
+        """Return the files of a space's blocks."""
+        with self._own:
+            known = self._spaces.get(space.folder)
+            return {} if known is None else dict(known.files)
+
+    def room(self) -> int:
+        """Return the bytes that could be written now and would all stay, in place of what is
+        kept."""
+        budget, daily = self.budget(), self.limits.daily
+        today = sys.maxsize if daily is None else daily - self.written_today
+        return max(0, min(budget - budget // SLACK, today))
 
     # -- changes -------------------------------------------------------------------------------
 
@@ -335,7 +360,7 @@ class Folder:
             number = state["changes"].setdefault(space.folder, 0)
             self._spaces[space.folder] = SpaceFiles(space.model, number)
 
-    def _budget(self) -> int:
+    def budget(self) -> int:
         """Return the bytes that all files may take, of the disk's free ones, too."""
         try:
             free = shutil.disk_usage(self.root).free
@@ -344,14 +369,14 @@ class Folder:
         return min(self.limits.budget, self.nbytes + free - SPARE_DISK)
 
     def _make_room(self, state: dict[str, Any], nbytes: int) -> None:
-        budget = self._budget()
+        budget = self.budget()
         if nbytes > budget:
             raise WriteRefused("the disk has no room")
         over = self.nbytes + nbytes - budget
         if over <= 0:
             return
         # A little more than is needed, so that not every write looks through all files.
-        over = min(over + budget // 64, self.nbytes)
+        over = min(over + budget // SLACK, self.nbytes)
         for folder, file, found in self._by_age():
             if over <= 0:
                 break

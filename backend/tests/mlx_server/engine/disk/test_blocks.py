@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import zlib
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -94,10 +96,53 @@ def test_a_block_of_another_model_or_prefix_is_refused(
         blocks.read(tmp_path / "block", space, name)
 
 
+def with_header(change: dict[str, Any], name: str = "keys.0") -> bytes:
+    """Return a block whose header, checksum included, says something else of its tensor."""
+    length = int.from_bytes(CONTENT[:8], "little")
+    header = json.loads(CONTENT[8 : 8 + length])
+    metadata, of = header["__metadata__"], {**header["keys.0"], **change}
+    del metadata["crc32"]
+    said = json.dumps([metadata, {name: of}], sort_keys=True).encode()
+    metadata["crc32"] = f"{zlib.crc32(CONTENT[8 + length :], zlib.crc32(said)):08x}"
+    text = json.dumps({"__metadata__": metadata, name: of}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + CONTENT[8 + length :]
+
+
+def test_a_header_that_is_written_again_is_that_of_the_block() -> None:
+    assert with_header({}) == CONTENT
+
+
+@pytest.mark.parametrize("name", ["keys", "keys.a", "state.0", "state.0.x", "state.0.0.0", "../x"])
+def test_tensors_of_other_names_are_refused_though_the_checksum_is_right(name: str) -> None:
+    refused(with_header({}, name))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [1 << 30, 1 << 30, 1 << 6], "data_offsets": [0, 0]},
+        {"shape": [-2, -4, 8]},
+        {"shape": [2.0, 4, 8]},
+        {"shape": "248"},
+        {"shape": [True, 8, 8]},
+        {"dtype": "I9"},
+        {"dtype": ["I32"]},
+        {"data_offsets": [0]},
+        {"data_offsets": [0, None]},
+        {"more": 1},
+    ],
+)
+def test_what_describes_no_tensor_is_refused_though_the_checksum_is_right(
+    change: dict[str, Any],
+) -> None:
+    refused(with_header(change))
+
+
 def test_a_header_that_speaks_of_too_much_takes_no_memory(tmp_path: Path) -> None:
     length = int.from_bytes(CONTENT[:8], "little")
     header = json.loads(CONTENT[8 : 8 + length])
-    header["keys.0"] |= {"shape": [1 << 40], "data_offsets": [0, 1 << 42]}
+    header["keys.0"] |= {"shape": [1 << 20, 1 << 20], "data_offsets": [0, 1 << 42]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     (tmp_path / "block").write_bytes(len(text).to_bytes(8, "little") + text)
