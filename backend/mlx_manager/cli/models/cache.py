@@ -142,7 +142,7 @@ def export_kept(
                 fail(f"Nothing that is whole is kept of {model!r} in {folder.root}.")
     except OSError as error:
         fail(f"{file} can't be written: {error}.")
-    report(moved, f"{sum_of(moved)} of {on_one_line(model)}: {file}", model, as_json)
+    report(moved, f"{sum_of(moved)} of {model}: {file}", model, as_json)
 
 
 @cache.command("import")
@@ -181,7 +181,7 @@ def import_kept(
         fail(f"{file} is refused: {error}.", ExitCode.REFUSED)
     except OSError as error:
         fail(f"{file} can't be taken in: {error}.")
-    done = f"{sum_of(moved)} of {on_one_line(archive.model)} came into {folder.root}"
+    done = f"{sum_of(moved)} of {archive.model} came into {folder.root}"
     report(moved, done, archive.model, as_json)
 
 
@@ -210,8 +210,8 @@ def usable(file: Path, archive: Archive, settings: MLXServerSettings) -> list[Sp
     for why in reasons:
         note(f"Some of {named} are left out: {why}.")
     if revision is None:
-        note(f"{archive.model} is not on this machine yet: whether its files are the same ")
-        note("is found out when it is served, by this name.")
+        note(f"{archive.model} is not among the models here. It must be served by this name, and ")
+        note("from the same files, for the blocks to be found.")
     return found
 
 
@@ -225,15 +225,14 @@ def revision_here(model: str, settings: MLXServerSettings) -> str | None:
 
     try:
         owners = read_models_file(settings.models_file)
-        recipe = owners.of(model).recipe
-        path = Catalog(settings.catalog, owners).find(recipe.base or model).path
+        path = Catalog(settings.catalog, owners).find(model).path
     except ModelNotFound:
         return None
     except MLXManagerError as error:
         fail(error.message, ExitCode.USAGE)
     if path is None:
         return None
-    stamps = stamps_of(filter(None, (path, recipe.adapter)))
+    stamps = stamps_of(filter(None, (path, owners.of(model).recipe.adapter)))
     return revision_of(stamps, settings.prefix_folder / MEMORY)
 
 
@@ -251,7 +250,7 @@ def report(moved: Moved, done: str, model: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"model": model, **asdict(moved)}, indent=2))
     else:
-        typer.echo(done)
+        typer.echo(on_one_line(done))
     if moved.there:
         note(f"Here already: {blocks_in(moved.there)}.")
     if moved.gone:

@@ -115,7 +115,7 @@ def test_an_exported_model_is_listed_where_it_was_imported(
     done = run("cache", "import", str(file), **there)
     assert done.returncode == 0, done.stderr
     assert f"1 block (293 kB) of {model} came into" in done.stdout
-    assert ("is not on this machine yet" in done.stderr) == (model != DEMO)
+    assert ("is not among the models here" in done.stderr) == (model != DEMO)
     kept = json.loads(run("cache", "list", "--json", **there).stdout)["kept"]
     assert [of["model"] for of in kept] == [model]
     again = run("cache", "import", str(file), **there)
