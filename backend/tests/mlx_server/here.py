@@ -31,6 +31,9 @@ class ThreadOfAWorker:
     def kill(self, *, report: bool = False) -> None:
         pass
 
+    def leave(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
     def wait(self) -> str:
         self._thread.join(60)
         return "it ended"

@@ -113,3 +113,18 @@ def test_a_killed_server_s_prefixes_are_found_by_the_next_one(
         cleared = httpx.post(f"{server.url}/v1/admin/prefix-cache/clear", json={}, timeout=60)
         cleared.raise_for_status()
         assert cached_of(ask(server.url)) == 0
+
+
+@pytest.mark.parametrize("way", ["unload", "stop"])
+def test_what_is_in_memory_is_written_when_the_model_or_the_server_ends(
+    tmp_path: Path, way: str
+) -> None:
+    kept = tmp_path / "kept"
+    with live_server(tmp_path / "log", **settings_of(kept)) as server:
+        prompt = ask(server.url)["usage"]["prompt_tokens"]
+        assert list(kept.rglob("*.safetensors")) == []
+        if way == "unload":
+            body = {"model": "mlx-manager/demo"}
+            httpx.post(f"{server.url}/v1/admin/models/unload", json=body, timeout=60)
+            assert len(list(kept.rglob("*.safetensors"))) == prompt // 256
+    assert len(list(kept.rglob("*.safetensors"))) == prompt // 256

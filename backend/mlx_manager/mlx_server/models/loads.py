@@ -54,6 +54,8 @@ OFTEN = 1.0
 """Seconds between two looks at how far a load is."""
 FIGURES_SECONDS = 1.0
 """Seconds to wait for a worker that is asked for its figures."""
+PARTING = 5.0
+"""Seconds that a process gets to write the prefixes that it keeps to disk, before it is ended."""
 STRIKES = 3
 """Failures in a row at the same activity after which a model's worker is not started again."""
 ANSWERING = "answering"
@@ -280,6 +282,8 @@ class Loads:
         proxy = Proxy(worker, facts)
         for name in self._policy.warmed(source.id):
             await self._warm(worker, proxy, facts, name)
+        if self._engine.prefix_disk is not None and facts.kind == "text":
+            worker.parting = PARTING
         resident = Resident(source.id, facts, proxy, source, recipe, worker)
         self._residents.add(resident)
         if worker.ended:

@@ -42,6 +42,10 @@ class Process(Protocol):
         """End it at once. report: let it write where it is first."""
         ...
 
+    def leave(self, seconds: float) -> None:
+        """Give it so many seconds to end by itself."""
+        ...
+
     def wait(self) -> str:
         """Wait for the end of a process that ends, and return how it ended, in words."""
         ...
@@ -84,6 +88,10 @@ class WorkerProcess:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
+
+    def leave(self, seconds: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
 
     def wait(self) -> str:
         try:

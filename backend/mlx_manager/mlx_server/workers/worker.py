@@ -72,6 +72,7 @@ class Worker:
         wanted: False if this server has ended the worker on purpose.
         figures: as it told them last.
         over: how it ended, once it has.
+        parting: seconds that it gets to write prefixes to disk when the server ends it.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Worker:
         self.progress = 0
         self.served = 0
         self.wanted = True
+        self.parting = 0.0
         self.over: Future[str] = Future()
         self.figures = WorkerFigures()
         self.hello: Future[Hello] = Future()
@@ -184,7 +186,10 @@ class Worker:
                 return
             self.wanted = reason is not None
             self._reason = reason or ON_PURPOSE
-        if reason is None:
+        if reason is None and self.parting:
+            # It ends by itself once the connection has; `_end` sees to that.
+            self._channel.close()
+        elif reason is None:
             self._kill(report=False)
         else:
             # One that is stopped writes nothing, and keeps nobody waiting for that.
@@ -265,6 +270,8 @@ class Worker:
 
     def _end(self) -> None:
         """End the process, unless it has ended, after its connection has; fail all who wait."""
+        if self._reason is ON_PURPOSE:
+            self.process.leave(self.parting)
         self.process.kill()
         how = self.process.wait()
         with self._lock:

@@ -136,8 +136,7 @@ def load(
 
     prepared: the result of `prepared_text` for the same source and recipe. beside: bytes still to
     be loaded, of a draft model. spread: the devices that share the weights; None: this one has them
-    all. doing: called with each stage that begins. The weights are in the ledger as `weights:<id>`,
-    unless the load raises.
+    all. doing: called with each stage that begins.
 
     Raises:
         ModelNotSupported: mlx-lm lacks the architecture, or it needs code of the repository.
