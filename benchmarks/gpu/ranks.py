@@ -4,8 +4,8 @@
         [--tokens 128] [--rounds 3] [--folder /tmp/race]
 
 A server for each number of devices, one after the other; its model is spread over them. Each round
-asks for all rows at once, whose prompts are known by then. The rate is that of the time in which
-all rows decode; of the rounds the median is told, and the range. The greedy answers of one row, and
+asks for all rows at once; their prompts are in the prefix cache by then. The rate is that of the
+time in which all rows decode. The median of the rounds is told, and their range. The greedy answers of one row, and
 of the first of each crowd, are compared with those of the first number of devices: random weights
 have near ties, so some may part at a token.
 """
@@ -32,7 +32,7 @@ PROMPT = 128
 
 
 def asked(server: Server, rows: int, tokens: int) -> list[Answer]:
-    """The answers to so many prompts at once."""
+    """Return the answers to `rows` prompts that are asked at once."""
     common = {
         "max_tokens": tokens,
         "temperature": 0,
@@ -47,14 +47,15 @@ def asked(server: Server, rows: int, tokens: int) -> list[Answer]:
 
 
 def rate(answers: Sequence[Answer]) -> float:
-    """Tokens per second while all rows decode, as of their first and last pieces' medians."""
+    """Return the tokens per second while all rows decode, by the medians of the rows' first and last
+    pieces."""
     first = statistics.median(answer.first for answer in answers)
     last = statistics.median(answer.ended for answer in answers)
     return sum(answer.tokens - 1 for answer in answers) / (last - first)
 
 
 def alike(one: str, other: str) -> str:
-    """In words, how far two answers go together."""
+    """Return in words how far two answers are the same."""
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
     return "the same text" if one == other else f"the same {same} of {len(one)} characters"
 

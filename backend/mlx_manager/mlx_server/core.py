@@ -8,7 +8,7 @@ so that every other module may depend on it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -52,6 +52,23 @@ class Image:
 Part = str | Image
 Parts = str | tuple[Part, ...]
 """Content of a message: a text, or texts and pictures in their order."""
+
+
+def joined_parts(parts: Iterable[Part], between: str = "") -> Parts:
+    """Return parts as the content of a message: a text, unless there is a picture. Texts that meet
+    are joined by `between`."""
+    content: list[Part] = []
+    for part in parts:
+        if isinstance(part, str) and content and isinstance(content[-1], str):
+            content[-1] = f"{content[-1]}{between}{part}"
+        else:
+            content.append(part)
+    match content:
+        case []:
+            return ""
+        case [str(text)]:
+            return text
+    return tuple(part for part in content if part != "")
 
 
 @dataclass(frozen=True, slots=True)

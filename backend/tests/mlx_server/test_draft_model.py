@@ -34,6 +34,13 @@ draft_model = "bytes"
 base = "{DEMO}"
 draft_model = "owner/not-here"
 
+[models.elsewhere]
+url = "http://127.0.0.1:9"
+
+[models.apart]
+base = "bytes"
+draft_model = "elsewhere"
+
 [models.recurring]
 base = "bytes"
 draft_model = "recurrent"
@@ -118,6 +125,7 @@ def test_unloading_gives_back_what_the_draft_model_took(client: httpx.Client) ->
     [
         ("another", 400, ["bytes can't draft for another", "tokenizers differ", "draft_model"]),
         ("missing", 404, ["owner/not-here", "has not been downloaded"]),
+        ("apart", 400, ["elsewhere is on another machine", "can't draft for apart", "draft_model"]),
         ("recurring", 400, ["recurrent can't draft for recurring", "pages"]),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
@@ -81,6 +82,11 @@ def format_of(data: bytes) -> str | None:
 def media_type_of(data: bytes) -> str:
     """Return the media type of a picture that has been checked."""
     return f"image/{str(format_of(data)).lower()}"
+
+
+def data_url_of(data: bytes) -> str:
+    """Return a picture that has been checked as a data URL."""
+    return f"data:{media_type_of(data)};base64,{b64encode(data).decode()}"
 
 
 def check_format(data: bytes, declared: str | None, param: str) -> str:

@@ -236,10 +236,16 @@ class Loads:
 
         Raises:
             ModelNotFound, DownloadFailed: the owner names one that is not here.
+            ModelLoadFailed: the owner names one on another machine.
         """
         name = recipe.draft_model or self._limits.draft_model
         if name is None:
             return None
+        if self._policy.of(self._policy.engine_of(name)).url is not None:
+            raise ModelLoadFailed(
+                f"{name} is on another machine, and can't draft for {source.id}: `draft_model` "
+                "must be the id or the folder of a model that can be loaded here."
+            )
         draft = await self._find_named(name)
         usual = recipe.draft_model is None
         if usual and (draft.path == source.path or source.kind != "text"):

@@ -412,13 +412,24 @@ class ModelPoolManager:
             ModelNotFound: nothing of that name is offered.
             InvalidRequest: it is on another machine.
         """
+        name = await self._engine_here(model_id, "it can be pinned")
+        self._policy.pin(name, pinned)
+        self._returns.announce()
+
+    async def _engine_here(self, model_id: str, alone: str) -> str:
+        """Return the name of the engine that answers for a model. alone: what is done only where
+        the model is loaded.
+
+        Raises:
+            ModelNotFound: nothing of that name is offered.
+            InvalidRequest: it is on another machine.
+        """
         name = self._policy.engine_of((await self.status(model_id)).id)
         if name in self._remotes:
             raise InvalidRequest(
-                f"{name} is on another machine, where alone it can be pinned.", param="model"
+                f"{name} is on another machine, where alone {alone}.", param="model"
             )
-        self._policy.pin(name, pinned)
-        self._returns.announce()
+        return name
 
     async def keep(self, model_id: str, seconds: float) -> None:
         """Set a model's TTL: seconds without use until it is unloaded, 0: as soon as it is idle.
@@ -509,10 +520,11 @@ class ModelPoolManager:
 
         Raises:
             ModelNotFound: nothing of that name is offered.
+            InvalidRequest: it is on another machine.
         """
         name = None
         if model_id is not None:
-            name = self._policy.engine_of((await self.status(model_id)).id)
+            name = await self._engine_here(model_id, "its prompts are kept")
         freed: dict[str, int] = {}
         for resident in self._residents.all():
             if name in (None, resident.id):

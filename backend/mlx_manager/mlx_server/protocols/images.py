@@ -7,19 +7,17 @@ its place, or the request is refused by name.
 
 from __future__ import annotations
 
-import base64
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_manager.mlx_server.core import Image, Part, Parts
+from mlx_manager.mlx_server.core import Image, Part, Parts, joined_parts
 from mlx_manager.mlx_server.errors import (
     InvalidParameter,
     MLXManagerError,
     UnsupportedParameter,
 )
-from mlx_manager.mlx_server.images.decode import media_type_of
 from mlx_manager.mlx_server.images.sources import PictureSource, base64_source, url_source
 from mlx_manager.mlx_server.settings import ImagesAsText
 
@@ -69,7 +67,7 @@ class Place:
 
     @property
     def is_beside_a_text(self) -> bool:
-        """True of a list of pictures."""
+        """Return whether the place is a list of pictures."""
         return self.key == "images"
 
     @property
@@ -285,18 +283,7 @@ def _elsewhere(path: str) -> MLXManagerError:
 def content_of(parts: Iterable[Part]) -> Parts:
     """Return parts as the content of a message: texts between two pictures are joined by line
     breaks."""
-    content: list[Part] = []
-    for part in parts:
-        if isinstance(part, str) and content and isinstance(content[-1], str):
-            content[-1] = f"{content[-1]}\n{part}"
-        else:
-            content.append(part)
-    match content:
-        case []:
-            return ""
-        case [str(text)]:
-            return text
-    return tuple(part for part in content if part != "")
+    return joined_parts(parts, "\n")
 
 
 def parts_of(content: Parts) -> tuple[Part, ...]:
@@ -319,8 +306,3 @@ def seen(value: object, path: str, kind: str) -> Image:
     raise UnsupportedParameter(
         f"`{path}` is of type {kind!r}; this model takes text only.", param=f"{path}.type"
     )
-
-
-def url_of(image: Image) -> str:
-    """Return a picture as a data URL."""
-    return f"data:{media_type_of(image.data)};base64,{base64.b64encode(image.data).decode()}"

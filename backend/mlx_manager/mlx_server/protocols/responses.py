@@ -51,6 +51,7 @@ from mlx_manager.mlx_server.errors import (
     ResponseNotFound,
     UnsupportedParameter,
 )
+from mlx_manager.mlx_server.images.decode import data_url_of
 from mlx_manager.mlx_server.protocols import compaction, sse
 from mlx_manager.mlx_server.protocols.client_tools import (
     CALLABLE,
@@ -72,7 +73,7 @@ from mlx_manager.mlx_server.protocols.hosted import (
     told,
     unknown_tool,
 )
-from mlx_manager.mlx_server.protocols.images import content_of, parts_of, seen, url_of
+from mlx_manager.mlx_server.protocols.images import content_of, parts_of, seen
 from mlx_manager.mlx_server.protocols.logprobs import PIECE, entries
 from mlx_manager.mlx_server.protocols.neighbours import merged
 from mlx_manager.mlx_server.protocols.parameters import prediction, refuse_unsupported, sampling
@@ -856,7 +857,7 @@ def shown(items: Sequence[JsonItem]) -> list[JsonItem]:
 def _shown(value: Any) -> Any:
     match value:
         case Image():
-            return url_of(value)
+            return data_url_of(value.data)
         case dict():
             return {name: _shown(inner) for name, inner in value.items()}
         case list():

@@ -60,7 +60,8 @@ class Lines:
 class Reader:
     """Reader of the chunks of one answer.
 
-    unheld: demands that the server does not enforce.
+    unheld: demands that the server does not enforce. top: the most alternatives of a token; None:
+    all that the server tells.
 
     Attributes:
         prompt_tokens, tokens: counts so far: of the prompt, 0 while they are not known, and of
@@ -68,12 +69,13 @@ class Reader:
         ended: whether the server has said why the answer ends.
     """
 
-    def __init__(self, place: str, unheld: tuple[str, ...] = ()) -> None:
+    def __init__(self, place: str, unheld: tuple[str, ...] = (), *, top: int | None = None) -> None:
         self.tokens = 0
         self.prompt_tokens = 0
         self.ended = False
         self._place = place
         self._unheld = unheld
+        self._top = top
         self._started = False
         self._reason: FinishReason = "stop"
         self._stop: str | None = None
@@ -124,7 +126,7 @@ class Reader:
 
     def _choice(self, choice: Mapping[str, Any]) -> Iterator[Event]:
         delta = choice.get("delta") or {}
-        logprobs = tuple(_logprobs(choice.get("logprobs")))
+        logprobs = tuple(_logprobs(choice.get("logprobs"), self._top))
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")
         text = delta.get("content") or delta.get("refusal") or choice.get("text") or ""
         if reasoning:
@@ -139,7 +141,8 @@ class Reader:
         if ids := choice.get("token_ids"):
             self._ids += tuple(ids)
         if (reason := choice.get("finish_reason")) is not None:
-            self._finish(reason, choice.get("stop_reason"))
+            # By vLLM's name and ours, or by SGLang's.
+            self._finish(reason, choice.get("stop_reason", choice.get("matched_stop")))
 
     def _piece(self) -> None:
         self._pieces += 1
@@ -161,30 +164,30 @@ class Reader:
             raise RemoteFailed(f"{self._place} ended the answer by {str(reason)[:100]!r}.")
         self.ended = True
         self._reason = REASONS[reason]
-        if self._calls and self._reason == "stop" and stop is None:
+        if self._calls and self._reason == "stop" and not isinstance(stop, str):
             self._reason = "tool_calls"
         if isinstance(stop, str):
             self._stop = stop
 
 
-def _logprobs(told: Mapping[str, Any] | None) -> Iterator[TokenLogprob]:
+def _logprobs(told: Mapping[str, Any] | None, most: int | None) -> Iterator[TokenLogprob]:
     """Yield the tokens of a chunk's `logprobs`, in the shape of chat or of completions."""
     if not told:
         return
     if "tokens" in told:
-        yield from _columns(told)
+        yield from _columns(told, most)
         return
     for entry in told.get("content") or ():
-        top = tuple((NO_ID, _bytes(each), each["logprob"]) for each in entry["top_logprobs"])
+        top = tuple((NO_ID, _bytes(each), each["logprob"]) for each in entry["top_logprobs"][:most])
         yield TokenLogprob(NO_ID, _bytes(entry), entry["logprob"], top)
 
 
-def _columns(told: Mapping[str, Any]) -> Iterator[TokenLogprob]:
+def _columns(told: Mapping[str, Any], most: int | None) -> Iterator[TokenLogprob]:
     tokens: Sequence[str] = told["tokens"]
     best = told.get("top_logprobs") or [None] * len(tokens)
     for token, logprob, top in zip(tokens, told["token_logprobs"], best, strict=True):
         ranked = sorted((top or {}).items(), key=lambda pair: -pair[1])
-        alternatives = tuple((NO_ID, _unnamed(name), value) for name, value in ranked)
+        alternatives = tuple((NO_ID, _unnamed(name), value) for name, value in ranked[:most])
         yield TokenLogprob(NO_ID, _unnamed(token), logprob, alternatives)
 
 

@@ -3,8 +3,10 @@
 A server is known by its list of models. One that is not known is asked for nothing beyond OpenAI's
 API, since it might leave out the rest without a word.
 
-Source: the request types of vLLM (entrypoints/openai), llama.cpp (tools/server) and SGLang
-(srt/entrypoints/openai/protocol.py).
+Sources: vLLM's vllm/entrypoints/openai/{chat_completion,completion}/protocol.py and
+vllm/entrypoints/pooling/{base,scoring}/protocol.py; llama.cpp's tools/server/server-common.cpp,
+where fields of another type than expected count as left out; SGLang's
+python/sglang/srt/entrypoints/openai/protocol.py and srt/sampling/sampling_params.py.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ class Dialect:
     name: for messages. fields: the names of fields beyond OpenAI's, by our names of them. counts:
     whether each chunk may have the token counts so far. unlimited: value of completions'
     `max_tokens` for as many as there is room for, if there is one. tokens: where the routes of the
-    tokenizer are.
+    tokenizer are. all_tokens: value of `top_k` for no limit. schema: field of completions for the
+    JSON of an answer, None if there is none. names_tools: whether `tool_choice` may name a tool.
+    least_top: the fewest alternatives of tokens with which their logprobs are told. lacking: fields
+    of OpenAI's completions that the server leaves out or fails at.
     """
 
     name: str
@@ -38,6 +43,11 @@ class Dialect:
     counts: bool = False
     unlimited: Mapping[str, Any] | None = None
     tokens: Tokens = "no"
+    all_tokens: int = 0
+    schema: Literal["response_format", "json_schema"] | None = "response_format"
+    names_tools: bool = True
+    least_top: int = 0
+    lacking: frozenset[str] = frozenset()
 
 
 def _same(*names: str) -> Mapping[str, str]:
@@ -66,14 +76,25 @@ VLLM = Dialect(
     counts=True,
     unlimited=MappingProxyType({"max_tokens": None}),
     tokens="at the root",
+    lacking=frozenset({"suffix"}),
 )
 LLAMA_CPP = Dialect(
     "llama.cpp",
     MappingProxyType({**_same(*COMMON, "grammar"), "repetition_penalty": "repeat_penalty"}),
     unlimited=MappingProxyType({"max_tokens": -1}),
+    schema="json_schema",
+    names_tools=False,
+    least_top=1,
+    lacking=frozenset({"echo", "suffix"}),
 )
-SGLANG = Dialect("SGLang", _same(*OF_ENGINES, "regex", "ebnf"), counts=True)
-OTHER = Dialect("a server that is known to speak OpenAI's API alone")
+SGLANG = Dialect(
+    "SGLang",
+    _same(*OF_ENGINES, "regex", "ebnf", "cache_salt"),
+    counts=True,
+    all_tokens=-1,
+    lacking=frozenset({"suffix"}),
+)
+OTHER = Dialect("a server that is known to speak OpenAI's API alone", schema=None)
 
 BY_OWNER = {"vllm": VLLM, "llamacpp": LLAMA_CPP, "sglang": SGLANG}
 OUR_FIELDS = frozenset({"origin", "state", "max_model_len", "supported_parameters"})

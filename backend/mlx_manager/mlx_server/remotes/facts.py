@@ -79,7 +79,7 @@ def _read(card: Mapping[str, Any], name: str) -> Facts:
     return Facts(
         name,
         dialect_of(card),
-        cast(Kind, kind) if kind in KINDS else None,
+        cast(Kind, kind) if isinstance(kind, str) and kind in KINDS else None,
         family if isinstance(family, str) else "",
         next((length for length in lengths if type(length) is int and length > 0), 0),
         tuple(map(str, modalities)) if isinstance(modalities, list) else None,

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
 
 from pydantic_core import from_json
 
@@ -52,6 +53,8 @@ T = TypeVar("T")
 LOOK_OFTEN = 15.0
 """Seconds between two looks at a server that answers."""
 UNHELD = "x-schema-not-enforced"
+STRANGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
+"""Errors over JSON of another shape than is expected, or with numbers that are none."""
 log = logging.getLogger(__name__)
 
 
@@ -253,7 +256,7 @@ class Remote:
             async with upstream.answer("POST", path, body, request) as response:
                 unheld = response.headers.get(UNHELD, "")
                 names = tuple(name.strip() for name in unheld.split(",") if name.strip())
-                reader = Reader(upstream.url, names)
+                reader = Reader(upstream.url, names, top=request.logprobs)
                 self._rows[id(request)] = request, reader
                 # Such a server tells a text's token ids at the end, and here they are told first.
                 text = isinstance(request.prompt, Text) and facts.dialect is OURS
@@ -362,7 +365,7 @@ class Remote:
                 asked = {"prompt": prompt.text, "add_special_tokens": special}
             return asked | {"return_token_strs": texts}
 
-        found = await self._tokens("/tokenize", fields)
+        found = await self._tokens("/tokenize", fields, ("tokens", "max_model_len"))
         strings = found.get("token_strs") or () if texts else ()
         return Tokenized(found["tokens"], found["max_model_len"], strings)
 
@@ -374,7 +377,7 @@ class Remote:
 
     async def detokenize(self, ids: Sequence[int], *, key: str = "") -> str:
         """Return the text of tokens, special ones included."""
-        found = await self._tokens("/detokenize", lambda *_: {"tokens": list(ids)})
+        found = await self._tokens("/detokenize", lambda *_: {"tokens": list(ids)}, ("prompt",))
         return str(found["prompt"])
 
     async def render(self, conversation: Conversation, *, key: str = "") -> str:
@@ -382,13 +385,15 @@ class Remote:
         found = await self._tokens(
             "/apply-template",
             lambda facts, place: dict(requests.rendering(conversation, facts, place)),
+            ("prompt",),
             ours=True,
         )
         return str(found["prompt"])
 
     async def tokenizer_info(self, *, key: str = "") -> TokenizerInfo:
         """Return what clients need to know of the tokenizer."""
-        found = await self._tokens("/tokenizer_info", None, ours=True)
+        needs = ("vocab_size", "model_max_length")
+        found = await self._tokens("/tokenizer_info", None, needs, ours=True)
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         bos, eos, pad, unk = (found.get(name) for name in names)
         template = found.get("chat_template")
@@ -400,14 +405,17 @@ class Remote:
         self,
         path: str,
         fields: Callable[[Facts, str], dict[str, Any]] | None,
+        needs: Sequence[str],
         *,
         ours: bool = False,
     ) -> dict[str, Any]:
         """Return the answer of a tokenizer's route.
 
-        fields: makes the body; None: there is none. ours: only a server of this program's has it.
+        fields: makes the body; None: there is none. needs: names that the answer must have. ours:
+        only a server of this program's has it.
 
         Raises:
+            RemoteFailed: the answer is of another shape.
             UnsupportedParameter: the server has no such route.
         """
 
@@ -420,11 +428,12 @@ class Remote:
                 )
             root = facts.dialect.tokens == "at the root"
             if fields is None:
-                found = await upstream.ask("GET", f"{path}?model={facts.name}", root=root)
+                named = f"{path}?model={quote(facts.name, safe='')}"
+                found = await upstream.ask("GET", named, root=root)
             else:
                 body = {**fields(facts, upstream.url), "model": facts.name}
                 found = await upstream.ask("POST", path, body, root=root)
-            if not isinstance(found, dict):
+            if not isinstance(found, dict) or not found.keys() >= set(needs):
                 raise RemoteFailed(f"{upstream.url}{path} does not answer as a model server does.")
             return found
 
@@ -474,7 +483,7 @@ def _chunk(data: bytes, place: str, request: GenerationRequest) -> dict[str, Any
 def _events(reader: Reader, chunk: dict[str, Any], place: str) -> list[Event]:
     try:
         return list(reader.read(chunk))
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except STRANGE:
         raise _no_chunk(repr(chunk).encode(), place) from None
 
 
@@ -503,7 +512,7 @@ def _encoded(found: Any, field: str, value: str, count: int, place: str) -> Enco
         rows = tuple(by_index[index] for index in range(count))
         usage = found.get("usage") or {}
         return Encoded(rows, int(usage.get("prompt_tokens") or usage.get("total_tokens") or 0))
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except STRANGE:
         raise RemoteFailed(f"{place} does not answer with {field} for {count} inputs.") from None
 
 

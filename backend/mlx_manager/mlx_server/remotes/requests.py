@@ -7,8 +7,7 @@ server's dialect has no field for is refused by name.
 
 from __future__ import annotations
 
-from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -37,8 +36,8 @@ from mlx_manager.mlx_server.core import (
     ToolChoice,
 )
 from mlx_manager.mlx_server.errors import UnsupportedParameter
-from mlx_manager.mlx_server.images.decode import media_type_of
-from mlx_manager.mlx_server.remotes.dialects import OTHER, OURS
+from mlx_manager.mlx_server.images.decode import data_url_of
+from mlx_manager.mlx_server.remotes.dialects import OTHER, OURS, SGLANG
 from mlx_manager.mlx_server.remotes.facts import Facts
 
 OPENAIS = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty"})
@@ -59,6 +58,16 @@ class Body:
         """Put fields that every server takes."""
         self.fields |= fields
 
+    def completion(self, **fields: Any) -> None:
+        """Put fields of OpenAI's completions that not every server takes.
+
+        Raises:
+            UnsupportedParameter: the server does not take one.
+        """
+        for name in fields.keys() & self.dialect.lacking:
+            raise self.refusal(name)
+        self.put(**fields)
+
     def beyond(self, name: str, value: Any, param: str | None = None) -> None:
         """Put a field that is not OpenAI's. param: the field of the request, if it is another.
 
@@ -78,6 +87,13 @@ class Body:
             f"`{param}` can't be asked of the server that has this model, {self._place} "
             f"({self.dialect.name}).",
             param=param,
+        )
+
+    def unbounded(self) -> UnsupportedParameter:
+        return UnsupportedParameter(
+            "`max_tokens` must be a number of tokens, 1 or more, for the server that has this "
+            f"model, {self._place} ({self.dialect.name}): left open it would be 16.",
+            param="max_tokens",
         )
 
 
@@ -117,7 +133,9 @@ def generation(request: GenerationRequest, facts: Facts, place: str) -> tuple[st
 def _put_sampling(body: Body, sampling: Sampling) -> None:
     for name in sorted(SAMPLING_DEFAULTS - sampling.silent):
         value = getattr(sampling, name)
-        if name in OPENAIS:
+        if name == "top_k" and not value and body.has(name):
+            body.beyond(name, body.dialect.all_tokens)
+        elif name in OPENAIS:
             body.put(**{name: value})
         elif value != getattr(NEUTRAL, name) or body.has(name):
             body.beyond(name, value)
@@ -163,11 +181,8 @@ def _put_rest(body: Body, request: GenerationRequest) -> None:
 
 def _put_constraint(body: Body, constraint: Constraint) -> None:
     match constraint:
-        case JsonObject():
-            body.put(response_format={"type": "json_object"})
-        case JsonSchema(schema, strict):
-            asked = {"name": "answer", "schema": from_json(schema), "strict": strict}
-            body.put(response_format={"type": "json_schema", "json_schema": asked})
+        case JsonObject() | JsonSchema():
+            _put_json(body, constraint)
         case Regex(pattern, param):
             _put_form(body, "regex", pattern, param, "regex")
         case Choice(options, param):
@@ -175,6 +190,27 @@ def _put_constraint(body: Body, constraint: Constraint) -> None:
         case Grammar(text, param):
             other = "grammar" if body.has("grammar") else "ebnf"
             _put_form(body, "grammar", text, param, other)
+
+
+def _put_json(body: Body, asked: JsonObject | JsonSchema) -> None:
+    """Put the JSON of the answer. OpenAI's field for it is one of chats alone.
+
+    Raises:
+        UnsupportedParameter: the server has no field for it beside a prompt that is no chat.
+    """
+    field = "response_format" if "messages" in body.fields else body.dialect.schema
+    match field, asked:
+        case None, _:
+            raise body.refusal(asked.param)
+        case "json_schema", JsonObject():
+            body.put(json_schema={"type": "object"})
+        case "json_schema", JsonSchema(schema):
+            body.put(json_schema=from_json(schema))
+        case _, JsonObject():
+            body.put(response_format={"type": "json_object"})
+        case _, JsonSchema(schema, strict):
+            form = {"name": "answer", "schema": from_json(schema), "strict": strict}
+            body.put(response_format={"type": "json_schema", "json_schema": form})
 
 
 def _put_form(body: Body, kind: str, value: Any, param: str, other: str | None) -> None:
@@ -196,7 +232,7 @@ def _put_prompt(body: Body, prompt: Text | Tokens) -> None:
         return
     body.put(prompt=prompt.text)
     if prompt.suffix:
-        body.put(suffix=prompt.suffix)
+        body.completion(suffix=prompt.suffix)
 
 
 def _put_completion(body: Body, request: GenerationRequest, facts: Facts) -> None:
@@ -204,21 +240,23 @@ def _put_completion(body: Body, request: GenerationRequest, facts: Facts) -> Non
         # Left out it would be 16.
         if body.dialect.unlimited is not None:
             body.put(**body.dialect.unlimited)
-        elif facts.context_length:
+        elif facts.context_length and body.dialect is not SGLANG:
             body.put(max_tokens=facts.context_length)
         else:
-            raise body.refusal("max_tokens")
+            # SGLang refuses more tokens than there is room for beside the prompt.
+            raise body.unbounded()
     if request.echo:
-        body.put(echo=True)
+        body.completion(echo=True)
     if request.logprobs is not None:
-        body.put(logprobs=request.logprobs)
+        body.put(logprobs=max(request.logprobs, body.dialect.least_top))
     if request.prediction and body.dialect is OURS:
         body.put(prediction={"type": "content", "content": request.prediction})
 
 
 def _put_chat(body: Body, request: GenerationRequest) -> None:
     if request.logprobs is not None:
-        body.put(logprobs=True, top_logprobs=request.logprobs)
+        most = max(request.logprobs, body.dialect.least_top)
+        body.put(logprobs=True, top_logprobs=most)
     if request.prediction:
         body.put(prediction={"type": "content", "content": request.prediction})
 
@@ -232,7 +270,7 @@ def _put_conversation(body: Body, conversation: Conversation) -> None:
     body.put(messages=list(map(_message, conversation.messages)))
     if conversation.tools:
         body.put(tools=[_tool(tool, body) for tool in conversation.tools])
-        body.put(tool_choice=_choice(conversation.tool_choice))
+        body.put(tool_choice=_choice(conversation.tool_choice, conversation.tools, body))
         if not conversation.parallel_tool_calls:
             body.put(parallel_tool_calls=False)
     if not conversation.add_generation_prompt:
@@ -268,10 +306,18 @@ def _tool(tool: Tool, body: Body) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice(choice: ToolChoice) -> Any:
-    if isinstance(choice, NamedTool):
+def _choice(choice: ToolChoice, tools: Sequence[Tool], body: Body) -> Any:
+    """
+    Raises:
+        UnsupportedParameter: one of several tools is named, and the server has no word for that.
+    """
+    if not isinstance(choice, NamedTool):
+        return choice
+    if body.dialect.names_tools:
         return {"type": "function", "function": {"name": choice.name}}
-    return choice
+    if len(tools) > 1:
+        raise body.refusal("tool_choice")
+    return "required"
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -294,8 +340,7 @@ def _message(message: Message) -> dict[str, Any]:
 def _part(part: Part) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    url = f"data:{media_type_of(part.data)};base64,{b64encode(part.data).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}}
+    return {"type": "image_url", "image_url": {"url": data_url_of(part.data)}}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

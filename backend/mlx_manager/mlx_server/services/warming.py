@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_manager.mlx_server.core import Conversation, Progress, Prompt, Text, Tokens, Usage
 from mlx_manager.mlx_server.defaults import overlaid_prompt
+from mlx_manager.mlx_server.errors import InvalidRequest
 from mlx_manager.mlx_server.models.warming import beginning, is_asked, reading
 from mlx_manager.mlx_server.services.inference import (
     Inference,
@@ -33,8 +34,15 @@ async def warm(
     salt: `cache_salt` of the requests that are to find it.
 
     Raises:
+        InvalidRequest: the model is on another machine.
         MLXManagerError: as of a request for an answer, and as `beginning`.
     """
+    if (await inference.pool.status(model)).servers:
+        raise InvalidRequest(
+            f"{model} is on another machine, where alone its prompts are kept and can be read "
+            "ahead.",
+            param="model",
+        )
     read: Prompt = prompt
     if isinstance(prompt, Conversation) and not is_asked(prompt):
         whole = overlaid_prompt(prompt, inference.pool.overlay(model))

@@ -46,7 +46,7 @@ from mlx_manager.mlx_server.workers.messages import (
     WorkerFigures,
 )
 from mlx_manager.mlx_server.workers.process import LogSettings
-from mlx_manager.mlx_server.workers.program import begin
+from mlx_manager.mlx_server.workers.program import begin, log_settings
 from mlx_manager.mlx_server.workers.rows import ServedRows, failure
 
 if TYPE_CHECKING:
@@ -239,10 +239,8 @@ def main(arguments: list[str]) -> None:
     from mlx_manager.mlx_server.utils.loops import loop_factory
 
     end = begin(arguments)
-    _, _, level, form = arguments
-    log_settings = LogSettings(level, "json" if form == "json" else "pretty")
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(serve(end, log_settings))
+        runner.run(serve(end, log_settings(arguments)))
     # Daemon threads may be within native code, which does not survive the interpreter's end.
     logging.shutdown()
     os._exit(0)

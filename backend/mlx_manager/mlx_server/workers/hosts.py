@@ -32,6 +32,7 @@ SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5")
 """The command that starts a rank elsewhere. It asks for no password, and ends where the other
 machine has not answered three times."""
 KEYS = frozenset({"ssh", "ips", "rdma", "python"})
+TABLE_KEYS = frozenset({"backend", "envs", "hosts"})
 
 
 def read_hostfile(path: Path) -> RankHosts:
@@ -47,6 +48,7 @@ def read_hostfile(path: Path) -> RankHosts:
     table = {"hosts": content} if isinstance(content, list) else content
     if not isinstance(table, dict) or not _is_list(table.get("hosts"), dict):
         raise _wrong(path, "must be a list of hosts, or a table that has one as `hosts`")
+    _check_keys(path, table, TABLE_KEYS, "the table")
     hosts = tuple(_host(path, number, each) for number, each in enumerate(table["hosts"]))
     if len(hosts) < 2:
         raise _wrong(path, "must have two hosts or more; the first is this machine")
@@ -57,29 +59,51 @@ def read_hostfile(path: Path) -> RankHosts:
     if backend not in get_args(BackendName):
         allowed = ", ".join(get_args(BackendName))
         raise _wrong(path, f"has the backend {backend!r}; allowed are {allowed}")
+    for number, host in enumerate(hosts):
+        # The others meet at the first one's; MLX writes them so for JACCL.
+        if not host.ips and (backend == "ring" or number == 0):
+            raise _wrong(
+                path, f"must have addresses in hosts[{number}].ips, by which other hosts reach it"
+            )
     if "jaccl" in backend and not all(len(host.rdma) == len(hosts) for host in hosts):
         raise _wrong(path, "must name each host's `rdma` device to every host, null for itself")
     variables = table.get("envs", [])
-    if not _is_list(variables, str) or not all("=" in each for each in variables):
+    if not _is_list(variables, str) or not all("=" in each[1:] for each in variables):
         raise _wrong(path, "must have NAME=VALUE texts as `envs`")
     return RankHosts(backend, hosts, dict(each.split("=", 1) for each in variables))
 
 
 def _host(path: Path, number: int, given: dict[str, Any]) -> RankHost:
     where = f"hosts[{number}]"
-    if unknown := sorted(given.keys() - KEYS):
-        raise _wrong(path, f"has {unknown[0]!r} in {where}; allowed are {', '.join(sorted(KEYS))}")
+    _check_keys(path, given, KEYS, where)
     name, ips, python = given.get("ssh"), given.get("ips", []), given.get("python")
     if not isinstance(name, str) or not name or name.startswith("-"):
         raise _wrong(path, f"must name the machine in {where}.ssh, as ssh knows it")
-    if not ips or not _is_list(ips, str):
-        raise _wrong(path, f"must have addresses in {where}.ips, by which other hosts reach it")
-    if not isinstance(python, str | None):
+    if not _is_list(ips, str) or not all(ips):
+        raise _wrong(path, f"must have a list of addresses in {where}.ips")
+    if not isinstance(python, str | None) or python == "":
         raise _wrong(path, f"must have a path in {where}.python")
+    here = number == 0 or name in HERE
+    if here and python not in (None, sys.executable):
+        raise _wrong(
+            path,
+            f"can't have {where}.python: that host is this machine, and its ranks run by this "
+            f"server's own Python, {sys.executable}",
+        )
     rdma = given.get("rdma", [])
     if not isinstance(rdma, list):
         raise _wrong(path, f"must have a list in {where}.rdma")
     return RankHost(None if name in HERE else name, tuple(ips), tuple(rdma), python)
+
+
+def _check_keys(path: Path, given: dict[str, Any], known: frozenset[str], where: str) -> None:
+    """
+    Raises:
+        ModelLoadFailed: there is a key that is not known.
+    """
+    if unknown := sorted(given.keys() - known):
+        allowed = ", ".join(sorted(known))
+        raise _wrong(path, f"has {unknown[0]!r} in {where}; allowed are {allowed}")
 
 
 def _backend(hosts: tuple[RankHost, ...]) -> BackendName:

@@ -10,6 +10,8 @@ import socket
 import sys
 import threading
 
+from mlx_manager.mlx_server.workers.process import LogSettings
+
 STDIO = "stdio"
 """Argument for a connection by standard input and output."""
 PIECE = 2**16
@@ -25,16 +27,24 @@ def begin(arguments: list[str]) -> socket.socket:
     """
     from mlx_manager.mlx_server.observability import logs
 
-    number, name, level, form = arguments
+    number, name, *_ = arguments
+    log = log_settings(arguments)
     faulthandler.enable()
     if sys.platform == "linux":
         # Also where it hangs in native code and nobody reads the connection's end.
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-    if level:
-        logs.configure(level, "json" if form == "json" else "pretty", worker=name)
-        if form == "json":
+    if log.level:
+        logs.configure(log.level, log.form, worker=name)
+        if log.form == "json":
             logs.capture_output()
     return by_stdio() if number == STDIO else socket.socket(fileno=int(number))
+
+
+def log_settings(arguments: list[str]) -> LogSettings:
+    """Return the settings of the log that a program has been started with; see
+    `process.arguments`."""
+    _, _, level, form = arguments
+    return LogSettings(level, "json" if form == "json" else "pretty")
 
 
 def by_stdio() -> socket.socket:

@@ -128,10 +128,14 @@ class Ranks:
         self._silence: float | None = None
         self._hosts = hosts
         seats = list(enumerate(zip(hosts.hosts, cards(hosts), strict=True)))
-        self._followers = [
-            FollowerProcess(rank, host, name, log_settings, variables)
-            for rank, (host, variables) in seats[1:]
-        ]
+        self._followers: list[FollowerProcess] = []
+        try:
+            for rank, (host, variables) in seats[1:]:
+                process = FollowerProcess(rank, host, name, log_settings, variables)
+                self._followers.append(process)
+        except OSError:
+            self.close()
+            raise
 
     def enlist(self, asked: Prepare) -> None:
         """Have the others make the model's modules."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ModelShare:
-    """This rank's share of a model. All methods are called on one thread.
+    """Share of a model that this rank has. All methods are called on one thread.
 
     Attributes:
         errors: those of messages that can't be followed.
@@ -35,7 +35,7 @@ class ModelShare:
         self._follower: Follower | None = None
 
     def take(self, message: Any) -> Ready | Done | None:
-        """Do what a message says; return the answer, if it has one.
+        """Follow a message; return the answer, if the message has one.
 
         Raises:
             MLXManagerError, RuntimeError, ...: it can't be done, one of `errors`.

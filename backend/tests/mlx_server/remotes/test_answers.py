@@ -131,7 +131,22 @@ def test_an_end_that_is_no_end_of_ours_is_an_error() -> None:
         events({"content": "a"}, finish_reason="content_filter")
 
 
-def test_a_token_that_ended_the_answer_is_no_stop_string() -> None:
-    [end] = events(stop_reason=128001)
+def test_a_stop_string_is_known_by_sglangs_name_too() -> None:
+    [end] = events(matched_stop="END")
+    assert isinstance(end, Finished)
+    assert end.stop_sequence == "END"
+
+
+def test_more_alternatives_of_a_token_than_were_asked_for_are_left_out() -> None:
+    reader, other = Reader("http://there", top=0), {"token": "b", "logprob": -2.0}
+    entry = {"token": "a", "logprob": -1.0, "top_logprobs": [other]}
+    chunk = {"choices": [{"delta": {"content": "a"}, "logprobs": {"content": [entry]}}]}
+    _, said = reader.read(chunk)
+    assert said == TextDelta("a", (TokenLogprob(NO_ID, b"a", -1.0, ()),))
+
+
+@pytest.mark.parametrize("name", ["stop_reason", "matched_stop"])
+def test_a_token_that_ended_the_answer_is_no_stop_string(name: str) -> None:
+    [end] = events(**{name: 128001})
     assert isinstance(end, Finished)
     assert end.stop_sequence is None

@@ -26,7 +26,10 @@ from mlx_manager.mlx_server.core import (
     GenerationRequest,
     Grammar,
     Image,
+    JsonObject,
+    JsonSchema,
     Message,
+    NamedTool,
     ReasoningDelta,
     Regex,
     Sampling,
@@ -34,6 +37,7 @@ from mlx_manager.mlx_server.core import (
     StopRules,
     Text,
     TextDelta,
+    Tool,
     Usage,
 )
 from mlx_manager.mlx_server.errors import (
@@ -54,9 +58,10 @@ PIXEL = (
     "gg=="
 )
 OPEN = frozenset({"temperature", "top_p", "top_k", "min_p"})
+TALK = Conversation((Message("user", "Hello!"),))
 ASKED = GenerationRequest(
     "big",
-    Conversation((Message("user", "Hello!"),)),
+    TALK,
     Sampling(silent=OPEN | {"presence_penalty", "frequency_penalty", "repetition_penalty"}),
     request_id="chatcmpl-1",
 )
@@ -149,6 +154,7 @@ BEYOND: dict[str, GenerationRequest] = {
     "grammar": GenerationRequest("big", ASKED.prompt, constraint=Grammar("a", "grammar")),
     "context_length": GenerationRequest("big", ASKED.prompt, context_length=9),
     "max_tokens": GenerationRequest("big", Text("a")),
+    "response_format": GenerationRequest("big", Text("a"), max_tokens=9, constraint=JsonObject()),
     "add_generation_prompt": GenerationRequest(
         "big", Conversation((), add_generation_prompt=False)
     ),
@@ -159,6 +165,26 @@ BEYOND: dict[str, GenerationRequest] = {
         "big", Conversation((), template_args={"style": "short"})
     ),
 }
+
+
+TOOLS = (Tool("f"), Tool("g"))
+ONE_TOOL = replace(TALK, tools=TOOLS[:1], tool_choice=NamedTool("f"))
+SCHEMA = JsonSchema('{"type": "array"}')
+CHAT_FORM = {
+    "type": "json_schema",
+    "json_schema": {"name": "answer", "schema": {"type": "array"}, "strict": False},
+}
+KNOWN: dict[str, GenerationRequest] = {
+    "all tokens": GenerationRequest("big", ASKED.prompt, Sampling(top_k=0)),
+    "schema": GenerationRequest("big", Text("a"), max_tokens=9, constraint=SCHEMA),
+    "chat's schema": GenerationRequest("big", ASKED.prompt, constraint=SCHEMA),
+    "tool_choice": GenerationRequest("big", replace(ONE_TOOL, tools=TOOLS)),
+    "its only tool": GenerationRequest("big", ONE_TOOL),
+    "logprobs": GenerationRequest("big", ASKED.prompt, logprobs=0),
+    "suffix": GenerationRequest("big", Text("a", "b"), max_tokens=9),
+    "echo": GenerationRequest("big", Text("a"), max_tokens=9, echo=True),
+}
+"""Requests that one known server or another takes in words of its own, or not at all."""
 
 
 @pytest.mark.parametrize(("param", "request_"), BEYOND.items(), ids=BEYOND)
@@ -185,6 +211,18 @@ async def test_what_an_unknown_server_may_leave_out_is_refused_by_name(
         ("llamacpp", "max_tokens", {"max_tokens": -1}),
         ("sglang", "grammar", {"ebnf": "a"}),
         ("sglang", "guided_regex", {"regex": "a"}),
+        ("sglang", "cache_salt", {"cache_salt": hashlib.sha256(b"mine\0").hexdigest()}),
+        ("sglang", "all tokens", {"top_k": -1}),
+        ("vllm", "all tokens", {"top_k": 0}),
+        ("sglang", "response_format", {"response_format": {"type": "json_object"}}),
+        ("llamacpp", "response_format", {"json_schema": {"type": "object"}}),
+        ("llamacpp", "schema", {"json_schema": {"type": "array"}}),
+        ("llamacpp", "chat's schema", {"response_format": CHAT_FORM}),
+        ("llamacpp", "its only tool", {"tool_choice": "required"}),
+        ("vllm", "tool_choice", {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        ("llamacpp", "logprobs", {"logprobs": True, "top_logprobs": 1}),
+        ("other", "logprobs", {"logprobs": True, "top_logprobs": 0}),
+        ("other", "suffix", {"suffix": "b"}),
     ],
 )
 async def test_servers_that_are_known_are_asked_in_their_own_words(
@@ -192,8 +230,30 @@ async def test_servers_that_are_known_are_asked_in_their_own_words(
 ) -> None:
     one.card = {"owned_by": owner}
     async with remote(one) as model:
-        await ask(model, BEYOND[request_])
+        await ask(model, BEYOND.get(request_) or KNOWN[request_])
     assert {name: one.bodies[0][name] for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("owner", "param"),
+    [
+        ("llamacpp", "tool_choice"),
+        ("llamacpp", "suffix"),
+        ("llamacpp", "echo"),
+        ("sglang", "suffix"),
+        ("sglang", "max_tokens"),
+        ("vllm", "suffix"),
+    ],
+)
+async def test_what_a_known_server_leaves_out_or_fails_at_is_refused_by_name(
+    one: OtherServer, owner: str, param: str
+) -> None:
+    one.card = {"owned_by": owner, "max_model_len": 4096}
+    async with remote(one) as model:
+        with pytest.raises(UnsupportedParameter) as error:
+            await ask(model, BEYOND.get(param) or KNOWN[param])
+    assert error.value.param == param
+    assert not one.bodies
 
 
 async def test_a_server_that_is_off_is_followed_by_the_next(one: OtherServer) -> None:
@@ -300,7 +360,15 @@ async def test_the_environments_proxy_is_not_used(
 
 @pytest.mark.parametrize(
     "content",
-    [b"data: {\n\n", b"data: []\n\n", b'data: {"choices": [3]}\n\n', b"<html>", b"", b"\xff\xfe"],
+    [
+        b"data: {\n\n",
+        b"data: []\n\n",
+        b'data: {"usage": {"prompt_tokens": Infinity}}\n\n',
+        b'data: {"choices": [3]}\n\n',
+        b"<html>",
+        b"",
+        b"\xff\xfe",
+    ],
 )
 async def test_what_is_no_answer_is_told(one: OtherServer, content: bytes) -> None:
     async with remote(one) as model:
@@ -316,6 +384,23 @@ async def test_what_is_no_list_of_models_is_told(one: OtherServer, content: byte
     async with remote(one) as model:
         with pytest.raises(MLXManagerError, match=one.url):
             await ask(model)
+
+
+async def test_a_card_with_another_kind_of_kind_is_read_without_it(one: OtherServer) -> None:
+    one.card = {"kind": ["text"], "family": 7, "input_modalities": "text", "meta": []}
+    async with remote(one) as model:
+        assert said(await ask(model)) == "".join(ANSWER)
+        assert model.kind is None
+
+
+@pytest.mark.parametrize("content", [b"{}", b'{"tokens": [1]}', b"[]"])
+async def test_what_is_no_answer_of_a_tokenizers_is_told(one: OtherServer, content: bytes) -> None:
+    one.card = {"owned_by": "vllm"}
+    async with remote(one) as model:
+        await model.learn()
+        one.strange = content
+        with pytest.raises(RemoteFailed, match="does not answer as a model server does"):
+            await model.tokenize(TALK)
 
 
 async def test_which_of_several_models_is_meant_must_be_said(one: OtherServer) -> None:

@@ -456,10 +456,23 @@ def test_the_process_that_passes_requests_on_has_not_loaded_mlx(machines: Machin
     assert not children(machines.home.process.pid)
 
 
-async def test_a_model_elsewhere_is_neither_pinned_nor_unloaded_here(home: httpx.AsyncClient):
-    pinned = await home.post("/v1/admin/models/pin", json={"model": "big"})
-    assert pinned.status_code == 400
-    assert "another machine" in pinned.json()["error"]["message"]
+@pytest.mark.parametrize("name", ["big", "brief"])
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("models/pin", {}),
+        ("prefix-cache/clear", {}),
+        ("prefix-cache/warm", {"text": "You are told a lot."}),
+    ],
+)
+async def test_what_is_done_to_a_loaded_model_is_refused_for_one_elsewhere(
+    home: httpx.AsyncClient, path: str, more: dict[str, Any], name: str
+):
+    asked = await home.post(f"/v1/admin/{path}", json={"model": name, **more})
+    assert asked.status_code == 400
+    error = asked.json()["error"]
+    assert "another machine" in error["message"]
+    assert error["param"] == "model"
 
 
 async def test_a_request_that_goes_in_a_circle_is_ended(home: httpx.AsyncClient):

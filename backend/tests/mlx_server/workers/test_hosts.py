@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from here import start_here
-from linux import needs_linux
+from linux import descendants, needs_linux, running
 from spread import asking, drawn, spread_pool
 from thorough import slow
 from tiny_models import make_tiny_model
@@ -20,6 +21,7 @@ from mlx_manager.mlx_server.devices.group import RankHost, RankHosts, members
 from mlx_manager.mlx_server.errors import ModelLoadFailed
 from mlx_manager.mlx_server.workers.hosts import cards, command, read_hostfile
 from mlx_manager.mlx_server.workers.process import NO_LOG
+from mlx_manager.mlx_server.workers.ranks import Ranks
 
 ONE = {"ssh": "one", "ips": ["10.0.0.1"]}
 TWO = {"ssh": "two.local", "ips": ["10.0.0.2"]}
@@ -54,6 +56,14 @@ def test_jaccl_is_told_as_mlx_launch_tells_it(tmp_path: Path) -> None:
     assert json.loads(member.files["MLX_IBV_DEVICES"]) == [[None, "rdma_en5"], ["rdma_en5", None]]
 
 
+def test_hosts_by_jaccl_need_no_addresses_but_the_firsts(tmp_path: Path) -> None:
+    """MLX's documentation writes such a file for `mlx.launch`."""
+    one, two = RDMA
+    hosts = read_hostfile(written(tmp_path, [one, two | {"ips": []}]))
+    assert [host.ips for host in hosts.hosts] == [("10.0.0.1",), ()]
+    assert members(hosts)[1].environment["MLX_JACCL_COORDINATOR"] == "10.0.0.1:32323"
+
+
 def test_ranks_of_one_host_have_a_gpu_each() -> None:
     hosts = RankHosts("nccl", (RankHost(), RankHost(), RankHost("far"), RankHost("far")))
     numbers = [each["CUDA_VISIBLE_DEVICES"] for each in cards(hosts)]
@@ -81,12 +91,35 @@ def test_another_host_is_asked_by_ssh_for_its_python() -> None:
         ({"backend": "mpi", "hosts": [ONE, TWO]}, "'mpi'; allowed are ring, nccl, jaccl"),
         ({"backend": "jaccl", "hosts": [ONE, TWO]}, "`rdma`"),
         ({"envs": ["A"], "hosts": [ONE, TWO]}, "`envs`"),
+        ({"envs": ["=1"], "hosts": [ONE, TWO]}, "`envs`"),
+        ({"env": ["A=1"], "hosts": [ONE, TWO]}, "'env' in the table; allowed are backend, envs"),
+        ({"backend": "jaccl", "hosts": [RDMA[0] | {"ips": []}, RDMA[1]]}, r"hosts\[0\].ips"),
+        ([ONE | {"ips": [""]}, TWO], r"hosts\[0\].ips"),
+        ([ONE | {"python": "/elsewhere"}, TWO], r"hosts\[0\].python"),
+        ([ONE, TWO | {"ssh": "localhost", "python": "/elsewhere"}], r"hosts\[1\].python"),
+        ([ONE, TWO | {"python": ""}], r"hosts\[1\].python"),
     ],
 )
 def test_a_hostfile_that_is_none_is_refused(tmp_path: Path, content: Any, reason: str) -> None:
     with pytest.raises(ModelLoadFailed, match=reason) as refusal:
         read_hostfile(written(tmp_path, content))
     assert "hosts.json" in refusal.value.message
+
+
+@needs_linux("/proc, for the processes of ranks")
+def test_a_rank_that_can_not_be_started_leaves_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descendants(os.getpid())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    hosts = RankHosts("ring", (RankHost(), RankHost(), RankHost("far")))
+    with pytest.raises(OSError, match="ssh"):
+        Ranks("m", hosts, NO_LOG, None)
+    left = descendants(os.getpid()) - before
+    give_up = time.monotonic() + 10
+    while running(left) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert not running(left)
 
 
 @pytest.fixture

@@ -288,7 +288,7 @@ class StepPlan:
 
     @cached_property
     def sees_ahead(self) -> bool:
-        """True if some tokens see ones that follow them."""
+        """Return whether some tokens see tokens that follow them."""
         return any(span.runs for span in self.spans)
 
     @cached_property

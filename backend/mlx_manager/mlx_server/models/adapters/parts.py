@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
-from mlx_manager.mlx_server.core import Part, Parts
+from mlx_manager.mlx_server.core import Parts, joined_parts
 
 
 def in_one(*contents: Parts) -> Parts:
     """Return contents in one, texts that meet joined: a text, unless there is a picture."""
-    joined: list[Part] = []
-    for content in contents:
-        for part in [content] if isinstance(content, str) else content:
-            if isinstance(part, str) and joined and isinstance(joined[-1], str):
-                joined[-1] += part
-            elif part != "":
-                joined.append(part)
-    match joined:
-        case []:
-            return ""
-        case [str(text)]:
-            return text
-    return tuple(joined)
+    several = ([content] if isinstance(content, str) else content for content in contents)
+    return joined_parts(chain.from_iterable(several))
 
 
 def paragraphs(contents: Iterable[Parts]) -> Parts:
     """Return contents in one, with an empty line between texts that meet."""
-    joined: Parts = ""
+    whole: Parts = ""
     for content in contents:
         if not content:
             continue
-        meet = joined and ends_in_text(joined) and isinstance(content[0], str)
-        joined = in_one(joined, "\n\n" if meet else "", content)
-    return joined
+        meet = whole and ends_in_text(whole) and isinstance(content[0], str)
+        whole = in_one(whole, "\n\n" if meet else "", content)
+    return whole
 
 
 def ends_in_text(content: Parts) -> bool:
