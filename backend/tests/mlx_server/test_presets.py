@@ -9,7 +9,9 @@ import httpx
 import pytest
 from live import LiveServer, live_server
 
-DEMO = "mlx-manager/demo"
+from mlx_manager.mlx_server.config import DEMO_MODEL as DEMO
+from mlx_manager.mlx_server.config import EMBEDDED
+
 SETTINGS = f"""
 [models.brief]
 base = "{DEMO}"
@@ -51,7 +53,7 @@ def chat(client: httpx.Client, model: str, text: str = STOP, **more: Any) -> dic
 
 def test_presets_are_listed_beside_their_base(client: httpx.Client):
     cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
-    assert cards.keys() == {DEMO, "brief", "other"}
+    assert cards.keys() == {*EMBEDDED, "brief", "other"}
     assert {card["state"] for card in cards.values()} == {"loaded"}
     assert cards["brief"]["root"] == cards["other"]["root"] == DEMO
     assert cards["brief"]["context_length"] == 200

@@ -14,6 +14,8 @@ from live import live_server
 from thorough import slow
 from tiny_vision import SEEING, make_seeing_model, picture
 
+from mlx_manager.mlx_server.config import DEMO_VISION_MODEL
+
 EVERY_RUN = ("smolvlm", "qwen3_vl", "gemma3")
 """One of tiles, one with positions in three axes and levels, one whose pictures are whole."""
 KINDS = [
@@ -124,7 +126,10 @@ def test_other_pictures_have_other_answers(kind: str, server: str) -> None:
 
 def test_cards_tell_that_pictures_are_taken(server: str) -> None:
     cards = httpx.get(f"{server}/v1/models").json()["data"]
-    assert {card["id"] for card in cards if "image" in card["input_modalities"]} == SEEING.keys()
+    assert {card["id"] for card in cards if "image" in card["input_modalities"]} == {
+        *SEEING,
+        DEMO_VISION_MODEL,
+    }
 
 
 def test_a_literal_placeholder_is_text_over_http(server: str) -> None:

@@ -59,7 +59,7 @@ async def test_memory_is_accounted_for(serve):
     async with serve() as client:
         figures = (await client.get("/debug/memory")).json()
     assert set(figures) == {
-        *("ledger", "mlx", "engines", "loads", "unloads", "failures", "down"),
+        *("ledger", "mlx", "engines", "loads", "unloads", "failures", "down", "remotes"),
     }
 
 

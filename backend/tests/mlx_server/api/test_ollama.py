@@ -17,7 +17,9 @@ from live import PROGRAM, LiveServer, live_server
 from tiny_encoders import make_tiny_encoder
 from tiny_models import make_tiny_model
 
-DEMO = "mlx-manager/demo"
+from mlx_manager.mlx_server.config import DEMO_MODEL as DEMO
+from mlx_manager.mlx_server.config import EMBEDDED
+
 ADD = {
     "type": "function",
     "function": {
@@ -141,7 +143,7 @@ def test_a_model_is_unloaded_and_loaded_by_itself(client: httpx.Client):
 
 def test_models_are_listed_and_shown(client: httpx.Client):
     listed = {model["name"]: model for model in client.get("/api/tags").json()["models"]}
-    assert listed.keys() == {f"{DEMO}:latest", "encoder:latest"}
+    assert listed.keys() == {*(f"{name}:latest" for name in EMBEDDED), "encoder:latest"}
     assert len(listed["encoder:latest"]["digest"]) == 64
     shown = asked(client, "/api/show", model=DEMO)
     assert shown["model_info"]["llama.context_length"] == 8192

@@ -113,8 +113,8 @@ def test_all_processes_end_with_the_sandbox():
 
 PARENT = """
 import sys, time
-from mlx_manager.mlx_server.text.grammar.sandbox import Process
-process = Process()
+from mlx_manager.mlx_server.text.grammar.sandbox import SandboxProcess
+process = SandboxProcess()
 print(process._process.pid, flush=True)
 time.sleep(60)
 """
