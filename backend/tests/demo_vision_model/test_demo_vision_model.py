@@ -19,6 +19,7 @@ pytest.importorskip("PIL")
 
 from live import live_server
 from PIL import Image, ImageDraw
+from thorough import slow
 
 from mlx_manager.demo_model import demo_model_path
 from mlx_manager.demo_vision_model import demo_vision_model_path
@@ -79,7 +80,7 @@ def test_it_tells_what_a_picture_shows(client: httpx.Client) -> None:
     assert said == "A blue square and a red circle right of it."
 
 
-@pytest.mark.parametrize("wordings", ["held out", "train"])
+@pytest.mark.parametrize("wordings", ["held out", pytest.param("train", marks=slow)])
 def test_it_is_right_about_drawings_that_training_never_saw(
     client: httpx.Client, wordings: Any
 ) -> None:

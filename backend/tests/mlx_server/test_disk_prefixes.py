@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from live import live_server
+from thorough import slow
 from typer.testing import CliRunner
 
 from mlx_manager.cli import app
@@ -115,7 +116,7 @@ def test_a_killed_server_s_prefixes_are_found_by_the_next_one(
         assert cached_of(ask(server.url)) == 0
 
 
-@pytest.mark.parametrize("way", ["unload", "stop"])
+@pytest.mark.parametrize("way", ["unload", pytest.param("stop", marks=slow)])
 def test_what_is_in_memory_is_written_when_the_model_or_the_server_ends(
     tmp_path: Path, way: str
 ) -> None:

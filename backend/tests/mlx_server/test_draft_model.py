@@ -13,6 +13,7 @@ import httpx
 import pytest
 from live import PROGRAM, LiveServer, live_server
 from test_speculation import DEMO, WAYS, chat, counter, said
+from thorough import slow
 from tiny_models import make_tiny_model
 
 from mlx_manager.demo_model import demo_model_path
@@ -146,6 +147,7 @@ def test_a_model_that_takes_no_drafts_is_loaded_without(client: httpx.Client) ->
     assert "draft" not in model["memory"]
 
 
+@slow
 def test_the_servers_draft_model_is_for_models_with_its_tokenizer(tmp_path: Path) -> None:
     models = tmp_path / "models"
     make_tiny_model(models / "small", "llama", seed=1)

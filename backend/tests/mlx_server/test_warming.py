@@ -14,6 +14,7 @@ import pytest
 from live import PROGRAM, LiveServer, live_server
 from minilm import minilm_folder
 from pictures import data_url
+from thorough import slow
 from tiny_models import make_tiny_model
 from tiny_vision import make_seeing_model, picture
 
@@ -138,6 +139,7 @@ def test_a_file_that_has_gone_or_is_too_long_fails_the_load_by_name(tmp_path: Pa
         assert cached(client, ("user", "Hello!")) == 0
 
 
+@slow
 def test_a_model_without_a_chat_template_reads_the_beginning_of_prompts(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "models" / "raw", "llama")
     described = json.loads((folder / "tokenizer_config.json").read_text())
@@ -157,6 +159,7 @@ def test_a_model_without_a_chat_template_reads_the_beginning_of_prompts(tmp_path
         assert usage["prompt_tokens_details"]["cached_tokens"] > LEAST
 
 
+@slow
 def test_a_model_that_generates_nothing_has_nothing_to_read_ahead(tmp_path: Path) -> None:
     folder = minilm_folder()
     (tmp_path / "text.txt").write_text(PREAMBLE)
@@ -236,6 +239,7 @@ def test_what_cannot_be_read_is_refused_by_name(
     assert field in answer.json()["error"]["message"]
 
 
+@slow
 def test_where_nothing_is_kept_nothing_is_read_ahead(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(PREAMBLE)
     (tmp_path / "models.toml").write_text(f'[models."{DEMO}"]\nwarm = ["text.txt"]\n')
