@@ -43,11 +43,16 @@ class Tree:
 
 
 @contextmanager
-def serving(root: Path, models: Path) -> Iterator[Tree]:
-    """The server of the checkout in `root`, with this checkout's Python and libraries."""
+def serving(root: Path, models: Path, memory_limit: float | None) -> Iterator[Tree]:
+    """The server of the checkout in `root`, with this checkout's Python and libraries.
+
+    memory_limit: GB; None: by the device.
+    """
     port = free_port()
-    environment = {
-        "PYTHONPATH": str(root / "backend"),
+    paths = [str(root / "backend"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    limited = {} if memory_limit is None else {"MLX_SERVER_MEMORY_LIMIT_GB": str(memory_limit)}
+    environment = limited | {
+        "PYTHONPATH": os.pathsep.join(paths),
         "MLX_SERVER_MODEL": str(models / "one"),
         "MLX_SERVER_MODELS_DIR": str(models),
         "MLX_SERVER_HF_CACHE": "false",
@@ -142,6 +147,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=128)
     options.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     options.add_argument("--starts", type=int, default=3, help="starts of each that are timed")
+    options.add_argument("--memory", type=float, help="GB of each server: two share a GPU")
     chosen = options.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -156,9 +162,12 @@ def report(chosen: argparse.Namespace, models: Path, stack: ExitStack) -> None:
     started: dict[str, list[Tree]] = {name: [] for name in roots}
     for _ in range(chosen.starts):
         for name, root in roots.items():
-            with serving(root, models) as tree:
+            with serving(root, models, chosen.memory) as tree:
                 started[name].append(tree)
-    trees = {name: stack.enter_context(serving(root, models)) for name, root in roots.items()}
+    trees = {
+        name: stack.enter_context(serving(root, models, chosen.memory))
+        for name, root in roots.items()
+    }
     one = str(models / "one")
     rows = [
         compared("ready, s", [[tree.ready for tree in each] for each in started.values()]),
