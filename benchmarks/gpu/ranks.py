@@ -5,9 +5,9 @@
 
 A server for each number of devices, one after the other; its model is spread over them. Each round
 asks for all rows at once; their prompts are in the prefix cache by then. The rate is that of the
-time in which all rows decode. The median of the rounds is told, and their range. The greedy answers of one row, and
-of the first of each crowd, are compared with those of the first number of devices: random weights
-have near ties, so some may part at a token.
+time in which all rows decode. The median of the rounds is told, and their range. The greedy answers
+of one row, and of the first of each crowd, are compared with those of the first number of devices:
+random weights have near ties, so some may part at a token.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def asked(server: Server, rows: int, tokens: int) -> list[Answer]:
 
 
 def rate(answers: Sequence[Answer]) -> float:
-    """Return the tokens per second while all rows decode, by the medians of the rows' first and last
-    pieces."""
+    """Return the tokens per second while all rows decode, by the medians of the rows' first and
+    last pieces."""
     first = statistics.median(answer.first for answer in answers)
     last = statistics.median(answer.ended for answer in answers)
     return sum(answer.tokens - 1 for answer in answers) / (last - first)
