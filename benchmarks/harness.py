@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved rounds, ratios with their spread, the machine, models.
+"""Parts of every benchmark: interleaved rounds, ratios with their spread, the machine, models.
 
 The sides of a comparison take turns inside one run, first one first, then the other, so that a
 machine that warms up or is busy with something else weighs on both. A ratio is the median of the
@@ -67,7 +67,7 @@ def interleave(
 
 
 def apart(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """What `work` returns, called in a process of its own, which has nothing compiled or cached."""
+    """Result of `work`, called in a process of its own, which has nothing compiled or cached."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as worker:
         return worker.submit(work, *arguments, **named).result()
 
@@ -142,7 +142,7 @@ def parser(description: str | None, rounds: int, model: str = "demo") -> argpars
 
 
 def wanted(name: str, only: Sequence[str]) -> bool:
-    """Whether `--only` leaves the line `name` in."""
+    """Return whether `--only` leaves the line `name` in."""
     return not only or name in only
 
 

@@ -1,4 +1,4 @@
-"""What a decode step takes of the host, by part, and how many launches it is; on any machine.
+"""Host time of a decode step, by part, and how many launches it is; on any machine.
 
     PYTHONPATH=backend python benchmarks/host_time.py [--rows 1 32 64 128] [--steps 600]
         [--model llama|olmo2|falcon_h1|granitemoehybrid|mamba2] [--plain]
@@ -251,7 +251,7 @@ def watch(engine: TextEngine) -> Stopwatch:
 
 
 async def steps(runs: Forward, rows: int, count: int, temperature: float) -> list[dict[str, float]]:
-    """What each step took, by part, in seconds."""
+    """Seconds of each step, by part."""
     engine = TextEngine(
         "stand-in",
         runs,

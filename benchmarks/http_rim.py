@@ -1,4 +1,4 @@
-"""How many tokens a second the HTTP rim alone can carry: no model, no mlx.
+"""Tokens a second that the HTTP rim alone can carry: no model, no mlx.
 
 A stand-in engine hands every stream one token a step, as the real one does, and takes the next
 step as soon as all streams have taken the last, at the earliest `--step` seconds later.

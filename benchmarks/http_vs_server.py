@@ -128,7 +128,7 @@ class Comparison:
         ]
 
     def against_the_engine(self) -> list[list[str]]:
-        """What HTTP costs: the same rows through the server and in this process."""
+        """Cost of HTTP: the same rows through the server and in this process."""
         scenario = Scenario("", (SHORT,) * MOST_STREAMS)
         engine = OurEngine(self._model)
 

@@ -61,7 +61,7 @@ SCHEMA = {
 
 @dataclass
 class Tally:
-    """How the requests ended, by kind; `wrong` are those that should not have ended so."""
+    """Ends of the requests, by kind; `wrong` are those that should not have ended so."""
 
     ended: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
@@ -188,7 +188,7 @@ class Client:
 
 @dataclass(frozen=True)
 class State:
-    """What must be as before. Memory in bytes, the rest counted."""
+    """Figures that must be as before. Memory in bytes, the rest counted."""
 
     rss: int
     ledger: int

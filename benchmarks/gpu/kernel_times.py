@@ -1,4 +1,4 @@
-"""What each kernel takes of decode steps and of a prompt, by CUPTI through torch's profiler.
+"""Time of each kernel in decode steps and in a prompt, by CUPTI through torch's profiler.
 
     python benchmarks/gpu/kernel_times.py [--shapes 1b qwen3.5-4b] [--layers 8] [--rows 1 8 32]
         [--prompt 2048 8192]

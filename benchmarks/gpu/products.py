@@ -86,7 +86,7 @@ def in_packs(weight: mx.array, bits: int, group: int) -> Packed:
 
 @dataclass(frozen=True)
 class Matrices:
-    """Of one kind: several, so that each launch reads its own from memory."""
+    """Matrices of one kind, several, so that each launch reads its own from memory."""
 
     plain: list[mx.array]
     packed: list[Packed]
@@ -113,7 +113,7 @@ def busy(seconds: float) -> None:
 
 
 def microseconds(launch: Callable[[int], mx.array]) -> float:
-    """Of the device, a launch."""
+    """Microseconds of the device for a launch."""
     mx.eval(launch(0))
     busy(0.02)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -93,7 +93,7 @@ class Worker:
 
 
 def numbers(options: argparse.Namespace) -> str:
-    """What the weights are."""
+    """Kind of the weights."""
     return f"{options.bits} bits" if options.bits else "bf16"
 
 
@@ -224,7 +224,7 @@ def race_http(shape: str, folder: Path, options: argparse.Namespace) -> None:
 
 
 def card_memory() -> str:
-    """What is in use on the card, by all processes."""
+    """Memory in use on the card, by all processes."""
     if shutil.which("nvidia-smi") is None:
         return "in use on the card: unknown"
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"]

@@ -16,7 +16,6 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -26,6 +25,7 @@ from folders import written  # noqa: E402
 from side import prompts_of  # noqa: E402
 
 from load_client import Answer  # noqa: E402
+from mlx_manager.mlx_server.utils.prefixes import alike  # noqa: E402
 from servers import Server, load, our_server  # noqa: E402
 
 PROMPT = 128
@@ -54,9 +54,9 @@ def rate(answers: Sequence[Answer]) -> float:
     return sum(answer.tokens - 1 for answer in answers) / (last - first)
 
 
-def alike(one: str, other: str) -> str:
+def likeness(one: str, other: str) -> str:
     """Return in words how far two answers are the same."""
-    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+    same = alike(one, other)
     return "the same text" if one == other else f"the same {same} of {len(one)} characters"
 
 
@@ -69,7 +69,7 @@ def measure(folder: Path, devices: int, options: argparse.Namespace) -> dict[int
             found = [asked(server, rows, options.tokens) for _ in range(options.rounds + 1)]
             rates[rows] = [rate(each) for each in found[1:]]
             options.texts.setdefault((folder, rows), found[-1][0].text)
-            same = alike(options.texts[folder, rows], found[-1][0].text)
+            same = likeness(options.texts[folder, rows], found[-1][0].text)
             middle = statistics.median(rates[rows])
             print(
                 f"{folder.name}, {devices} device{'s' * (devices > 1)}, {rows:3} rows: "

@@ -29,7 +29,7 @@ FIRST_WORD = 300
 
 class Side(Protocol):
     def told(self) -> dict[str, Any]:
-        """What there is to know of the model once it is loaded."""
+        """Facts of the model once it is loaded."""
         ...
 
     def measure(self, prompts: Sequence[tuple[int, ...]], tokens: int) -> dict[str, Any]: ...

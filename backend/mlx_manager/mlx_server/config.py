@@ -550,7 +550,8 @@ def is_folder(model: str) -> bool:
 
 
 def doubts(settings: MLXServerSettings, variables: Iterable[str]) -> Iterator[str]:
-    """Yield likely typing errors in the settings, and in the names of environment variables."""
+    """Yield likely typing errors in the settings, and in the names of environment variables; and
+    settings that another one leaves without effect."""
     known = {row.variable for row in TABLE.values()}
     for variable in sorted(variables):
         if variable.startswith(PREFIX) and variable.upper() not in known | NOT_A_SETTING:
@@ -558,6 +559,15 @@ def doubts(settings: MLXServerSettings, variables: Iterable[str]) -> Iterator[st
     for name in settings.available_models:
         if is_folder(name) and not os.path.isdir(os.path.expanduser(name)):
             yield f"MLX_SERVER_AVAILABLE_MODELS: {name} is no folder"
+    if settings.prefix_disk_gb is not None and not settings.prefix_cache:
+        yield "MLX_SERVER_PREFIX_DISK_GB has no effect, as MLX_SERVER_PREFIX_CACHE is false"
+    if settings.prefix_write_gb_per_day is not None and settings.prefix_disk_gb is None:
+        yield (
+            "MLX_SERVER_PREFIX_WRITE_GB_PER_DAY has no effect, as MLX_SERVER_PREFIX_DISK_GB is not "
+            "set"
+        )
+    if settings.draft_model is not None and settings.speculation == "off":
+        yield "MLX_SERVER_DRAFT_MODEL has no effect, as MLX_SERVER_SPECULATION is off"
 
 
 def __getattr__(name: str) -> MLXServerSettings:

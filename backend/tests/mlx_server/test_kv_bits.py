@@ -141,7 +141,7 @@ def test_a_model_that_keeps_latent_vectors_is_refused_by_name(client: httpx.Clie
 
 
 def perplexity(forward: Forward, tokens: list[list[int]]) -> float:
-    """Of all tokens but the first of each text, the texts processed in one step."""
+    """Perplexity of all tokens but the first of each text, the texts processed in one step."""
     size = max(map(len, tokens))
     pages = -(-size // 16)
     for store in forward.stores:

@@ -115,7 +115,7 @@ class TextEngine:
         self._pictures = None
         if tower is not None:
             line = Line(ledger, f"images:{name}")
-            self._pictures = Pictures(tower, line, limits.image_cache, wake)
+            self._pictures = Pictures(tower, line, limits.image_cache, wake, clock)
         self._memory = EngineMemory(
             name,
             forward,
@@ -433,7 +433,7 @@ class TextEngine:
         lost |= {row.key: row for row in (*self._outputs.rows, *drawing) if not row.ended}
         for row in lost.values():
             row.ended = True
-            self._forward.forget(row.key)
+            self._memory.forget_state(row.key)
             self._outbox.fail(row.stream, failure)
         self._forward.abandon()
         if self._draft_model is not None:

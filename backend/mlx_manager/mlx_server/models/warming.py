@@ -6,7 +6,6 @@ What is read is kept as all prompts are: pages in the prefix cache, which go whe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +29,7 @@ from mlx_manager.mlx_server.core import (
 from mlx_manager.mlx_server.defaults import overlaid_prompt
 from mlx_manager.mlx_server.errors import InvalidRequest, WrongModelKind
 from mlx_manager.mlx_server.models.facts import ModelFacts
+from mlx_manager.mlx_server.utils.prefixes import alike
 
 PROBES = ("A", "B")
 """Questions that begin with different tokens: prompts part where one or the other stands."""
@@ -75,19 +75,13 @@ async def beginning(model: Tokenizer, conversation: Conversation, *, key: str = 
         for probe in PROBES
     ]
     one, other = [(await model.tokenize(each, key=key)).ids for each in asked]
-    shared = common(one, other)
+    shared = alike(one, other)
     if not shared:
         raise InvalidRequest(
             "The model's chat template puts nothing of this before the user's message.",
             param=conversation.param,
         )
     return Tokens(tuple(one[:shared]))
-
-
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 async def read_system(

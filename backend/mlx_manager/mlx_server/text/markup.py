@@ -41,9 +41,9 @@ class Markup:
         self._stops = TextScanner(stop_strings) if stop_strings else None
         self.stopped: str | None = None
         self.may_stop = True
-        """Whether a stop string that is complete now counts; otherwise it is text."""
+        """Flag: a stop string that is complete now counts; otherwise it is text."""
         self.strayed = False
-        """Whether a marker that does not fit has vanished from the text that was fed last."""
+        """Flag: a marker that does not fit has vanished from the text that was fed last."""
         self._strays = _strays(output.edges)
         self._edges = {
             region: edges + self._strays.get(region, ()) for region, edges in output.edges.items()

@@ -112,3 +112,19 @@ async def test_a_text_may_have_brackets(serve: Any):
 def test_limits_that_are_gone_are_named_as_no_setting(name: str):
     variable = f"MLX_SERVER_MAX_{name}"
     assert list(doubts(MLXServerSettings(), [variable])) == [f"{variable} is no setting"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"prefix_disk_gb": 1, "prefix_cache": False}, ["PREFIX_DISK_GB", "PREFIX_CACHE"]),
+        ({"prefix_write_gb_per_day": 1}, ["PREFIX_WRITE_GB_PER_DAY", "PREFIX_DISK_GB"]),
+        ({"draft_model": "small", "speculation": "off"}, ["DRAFT_MODEL", "SPECULATION"]),
+    ],
+)
+def test_settings_that_another_leaves_without_effect_are_named(
+    given: dict[str, Any], said: list[str]
+):
+    settings = MLXServerSettings(**given)
+    [doubt] = doubts(settings, [])
+    assert [f"MLX_SERVER_{name}" in doubt for name in said] == [True, True]

@@ -21,6 +21,7 @@ from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.speculation.draft_model import DraftForward
+from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
 from mlx_manager.mlx_server.engine.stream import Inbox, LoopRow, working
 from mlx_manager.mlx_server.engine.text_engine import TextEngine
 from mlx_manager.mlx_server.engine.thread import MLXThread
@@ -45,6 +46,13 @@ class RecordingParser(OutputParser):
     def push(self, token_id: int, logprob: object = None) -> list[Event]:
         self.tokens.append(token_id)
         return super().push(token_id)
+
+
+class NoText(Proposer):
+    """Proposer that finds nothing in the row's own text."""
+
+    def propose(self, row: object, most: int) -> None:
+        return None
 
 
 class EventStream(LoopRow):
@@ -166,7 +174,7 @@ class Rig:
             assert self.disk.settled.wait(30)
 
     def _drafting(self, folder: Path) -> DraftForward:
-        """How the model in `folder` is run, of whose weights a part is said to be there."""
+        """Return the way of running the model in `folder`, said to be a part of the model's size."""
         model, config = load_model(folder)
         forward = self._choose(model, self._limits.page_size)
         size = config["vocab_size"]

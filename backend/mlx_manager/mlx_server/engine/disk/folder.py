@@ -197,10 +197,10 @@ class Folder:
             folder = self.root / space.folder
             if self.has(space, name):
                 return
-            self._make_room(state, nbytes)
             day = self.limits.daily
             if day is not None and state["written"] + nbytes > day:
                 raise WriteRefused(f"{state['written']} bytes have been written today")
+            self._make_room(state, nbytes)
             # Counted first: who is ended while it writes has written.
             state["written"] += nbytes
             self.written_today = state["written"]

@@ -308,6 +308,9 @@ class DiskTier:
         load.sequence.awaits = load.sequence.arrives = sys.maxsize
         if load.timer is not None:
             load.timer.cancel()
+        # Blocks that have come for nobody would stay in memory, and hold up the thread that reads.
+        while not self._loads and self._disk.arrived() is not None:
+            pass
 
     # -- arrivals ------------------------------------------------------------------------------
 
@@ -590,9 +593,9 @@ class DiskTier:
 
     def reset(self) -> None:
         """Forget what pages hold: they are gone."""
-        for load in self._loads.values():
+        loads, self._loads = self._loads, {}
+        for load in loads.values():
             self._end(load)
-        self._loads.clear()
         self._wanted.clear()
         self._copy = self._filling = None
         self._pages.clear()

@@ -11,13 +11,13 @@ from mlx_manager.mlx_server.devices.attention import codes
 from mlx_manager.mlx_server.devices.attention.kernel import CodedKernels, CodedShape
 from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.devices.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kv.pages import runs
 from mlx_manager.mlx_server.engine.kv.store import (
     LayerShape,
     LayerStore,
     Numbers,
     Sent,
     gathered,
-    number_runs,
     resized,
     scattered,
 )
@@ -94,7 +94,7 @@ class CodedStore(LayerStore):
         self.scales = scattered(self.scales.reshape(-1, scales.shape[2]), index, scales)
 
     def clear(self, pages: Sequence[int]) -> None:
-        for first, end in number_runs(pages):
+        for first, end in runs(pages):
             slots = slice(first * self.page_size, end * self.page_size)
             self.codes[:, slots] = 0
             self.scales[:, slots] = 0
@@ -109,7 +109,7 @@ class CodedStore(LayerStore):
     def fill(self, pages: Sequence[int], keys: mx.array, values: mx.array) -> None:
         """Put the codes and scales that `copied` has returned into `pages`."""
         done = 0
-        for first, end in number_runs(pages):
+        for first, end in runs(pages):
             behind = done + (end - first) * self.page_size
             slots = slice(first * self.page_size, end * self.page_size)
             self.codes[:, slots] = keys[:, done:behind]

@@ -181,7 +181,7 @@ class PagePool:
         return pages
 
     def _set_free(self, pages: list[int]) -> None:
-        for run in runs(pages):
+        for run in runs(sorted(pages)):
             heapq.heappush(self._runs, run)
         self.free += len(pages)
 
@@ -228,7 +228,7 @@ class PagePool:
             size -= 1
         removed = self.size - size
         if removed:
-            self._runs = list(runs([page for page in free if page < size]))
+            self._runs = list(runs(sorted(page for page in free if page < size)))
             self.free -= removed
             del self._references[size:]
             self.size = size
@@ -315,12 +315,10 @@ class PagePool:
         return ROOT if self._index is None else self._index.node(page)
 
 
-def runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield each run of neighbouring pages, in order: its first page, and the page behind its
-    last."""
-    ordered = sorted(pages)
+def runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first of each run of neighbours in `pages`, and the page behind its last."""
     begun = 0
-    for place, page in enumerate(ordered, 1):
-        if place == len(ordered) or ordered[place] != page + 1:
-            yield ordered[begun], page + 1
+    for place, page in enumerate(pages, 1):
+        if place == len(pages) or pages[place] != page + 1:
+            yield pages[begun], page + 1
             begun = place

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import ClassVar
 
 import mlx.core as mx
@@ -20,6 +19,7 @@ from mlx_manager.mlx_server.devices.attention.writer import PageWriter, Pools
 from mlx_manager.mlx_server.devices.cuda.mapped import send
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.devices.metal.order import IN_ORDER
+from mlx_manager.mlx_server.engine.kv.pages import runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ class LayerStore:
             self.write(keys, values, Numbers(slots.reshape(-1).astype(np.int32)))
             self._order.then(self.written)
             return
-        for first, end in number_runs(pages):
+        for first, end in runs(pages):
             slice_ = slice(first * size, end * size)
             self.keys[:, slice_] = 0
             self.values[:, slice_] = 0
@@ -324,7 +324,7 @@ class LayerStore:
             self._order.then(self.written)
             return
         done = 0
-        for first, end in number_runs(pages):
+        for first, end in runs(pages):
             behind = done + (end - first) * size
             self.keys[:, first * size : end * size] = keys[:, done:behind]
             self.values[:, first * size : end * size] = values[:, done:behind]
@@ -384,13 +384,6 @@ def scattered(flat: mx.array, index: mx.array, content: mx.array) -> mx.array:
     heads, slots = index.shape[0], flat.shape[0]
     flat[index] = content
     return flat.reshape(heads, slots // heads, -1)
-
-
-def number_runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first number of each run of neighbours, and the number after its last."""
-    starts = [i for i, n in enumerate(numbers) if not i or numbers[i - 1] + 1 != n]
-    for start, end in pairwise([*starts, len(numbers)]):
-        yield numbers[start], numbers[end - 1] + 1
 
 
 def resized(pool: mx.array, slots: int) -> mx.array:

@@ -69,7 +69,8 @@ class EngineMemory:
         self.states = StateMemory(states, forward.row_bytes, limits.max_rows)
         # Layers of different sizes have different groups.
         self.kv_format = ", ".join(sorted({store.format for store in forward.stores}))
-        stores = [*forward.stores, *([] if draft is None else draft.stores)]
+        self._forwards = [forward] if draft is None else [forward, draft]
+        stores = [store for each in self._forwards for store in each.stores]
         on_pages = sum(store.token_bytes for store in stores)
         self.pages = PageMemory(
             self.pool,
@@ -82,7 +83,6 @@ class EngineMemory:
         )
         self.snapshots = SnapshotMemory(forward, self.pool, snapshots)
         self.working = WorkingMemory(name, size, ledger)
-        self._forward = forward
         self._ledger = ledger
         self._busy = busy
         self._pictures = pictures
@@ -105,12 +105,17 @@ class EngineMemory:
 
     def forget(self, sequence: Sequence) -> None:
         """Free what a sequence keeps besides pages."""
-        self._forward.forget(sequence.key)
+        self.forget_state(sequence.key)
         self.states.leave(sequence)
         if self._pictures is not None:
             self._pictures.forget(sequence)
         if self.disk is not None:
             self.disk.forget(sequence)
+
+    def forget_state(self, key: int) -> None:
+        """Drop what the model, and a draft model, hold of a sequence besides its pages."""
+        for forward in self._forwards:
+            forward.forget(key)
 
     @property
     def attainable_pages(self) -> int:

@@ -61,18 +61,26 @@ class TowerJobs:
         tower: reads pictures.
         cache: takes features, and accounts for what the tower works on.
         wake: called on another thread when pixels have come; None: nobody need be woken.
+        clock: returns seconds.
 
     Attributes:
         slices: slices that have been run.
         at_fault: the job that is being worked on: an error then fails its rows alone.
     """
 
-    def __init__(self, tower: Tower, cache: FeatureCache, wake: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        tower: Tower,
+        cache: FeatureCache,
+        wake: Callable[[], None] | None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         self.slices = 0
         self.at_fault: Job | None = None
         self._tower = tower
         self._cache = cache
         self._wake = wake
+        self._clock = clock
         self._threads = DaemonThreads(DECODED_AT_ONCE)
         self._jobs: dict[str, Job] = {}
         self._current: Job | None = None
@@ -213,7 +221,7 @@ class TowerJobs:
     def _run(self, job: Job, most: int) -> Features | None:
         """Run up to `most` slices; return the features if the last was among them."""
         assert job.stages is not None
-        began, active, peak = perf_counter(), mx.get_active_memory(), mx.get_peak_memory()
+        began, active, peak = self._clock(), mx.get_active_memory(), mx.get_peak_memory()
         arrays: Sequence[mx.array] = ()
         features, run = None, 0
         while run < most and features is None:
@@ -226,7 +234,7 @@ class TowerJobs:
             run += 1
         mx.eval(arrays)
         self.slices += run
-        took = perf_counter() - began
+        took = self._clock() - began
         # Some slices take next to nothing. The next one may take as long as the longest.
         self._seconds.append(took / run)
         # A slice that has taken much longer than others does not hold up the next ones.

@@ -22,14 +22,19 @@ class Pictures:
         tower: reads pictures.
         line: `images:<model>` in the ledger.
         most: bytes of features that are kept for reuse.
-        wake: see `TowerJobs`.
+        wake, clock: see `TowerJobs`.
     """
 
     def __init__(
-        self, tower: Tower, line: Line, most: int, wake: Callable[[], None] | None
+        self,
+        tower: Tower,
+        line: Line,
+        most: int,
+        wake: Callable[[], None] | None,
+        clock: Callable[[], float],
     ) -> None:
         self.cache = FeatureCache(line, most)
-        self._jobs = TowerJobs(tower, self.cache, wake)
+        self._jobs = TowerJobs(tower, self.cache, wake, clock)
         self._wakes = wake is not None
 
     @property

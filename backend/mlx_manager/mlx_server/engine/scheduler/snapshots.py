@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.scheduler.prefixes import PagePrefixes, Prefix
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.utils.prefixes import alike
 
 # Fewest tokens that prompts must begin alike with for something to be attached where they part: an
 # attachment takes as much memory as the keys and values of some hundred tokens, or more.
@@ -105,15 +106,3 @@ class SnapshotPrefixes(PagePrefixes):
 
     def _kept(self, sequence: Sequence) -> int:
         return 0 if sequence.scores_prompt else max(self.borders(sequence), default=0)
-
-
-def alike(a: list[int], b: list[int]) -> int:
-    """Return how many tokens `a` and `b` both begin with."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -134,7 +134,7 @@ class SeparateForward(OverPages):
             self.forget(key)
         joining = [key for key in keys if key not in set(self._rows)]
         if joining:
-            rows = [self._own.pop(key) for key in joining]
+            rows = [self._caches_of(key) for key in joining]
             merged = [merge(list(entries)) for entries in zip(*rows, strict=True)]
             self._batch = (
                 [extend(a, b) for a, b in zip(self._batch, merged, strict=True)]
@@ -142,6 +142,13 @@ class SeparateForward(OverPages):
                 else merged
             )
             self._rows += joining
+
+    def _caches_of(self, key: int) -> list[Any]:
+        """Take the caches of a row that joins the batch. Where all is on pages, it may have had no
+        chunk since it left: a draft model's rows come and go."""
+        if self.prefixes == "pages" and key not in self._own:
+            return self._fresh()
+        return self._own.pop(key)
 
     def _pass_of_rows(self, decode: Decode) -> mx.array:
         if self.rows is not None:

@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
 ADAPTER_KEYS = ("num_layers", "lora_parameters")
 KV_SHARE = 0.2
-"""ReadShare of the memory limit that a conversion of the weights leaves for KV pages."""
+"""Share of the memory limit that a conversion of the weights leaves for KV pages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,16 @@ def test_all_workers_together_write_no_more_a_day_than_allowed(tmp_path: Path) -
     add(later, ONE, name(1), 600)
 
 
+def test_nothing_is_removed_for_a_block_that_the_day_has_no_bytes_for(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, 1000, 1000)
+    for number in range(3):
+        add(folder, ONE, name(number), 300)
+    with pytest.raises(WriteRefused, match="today"):
+        add(folder, ONE, name(3), 300)
+    assert taken(tmp_path) == 900
+    assert all(folder.has(ONE, name(number)) for number in range(3))
+
+
 def test_one_model_is_purged_and_the_other_stays(tmp_path: Path) -> None:
     folder, worker = folder_of(tmp_path, 10_000), folder_of(tmp_path, 10_000)
     add(folder, ONE, name(0), 100)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from devices.portable import Portable, PortableWriter, plainly
-from engine.rig import Rig, Row, alone, prompt
+from engine.rig import HandRig, Rig, Row, alone, prompt
 from engine.seeing_rig import SeeingRig
 from mlx import nn
 from seeing import FAMILIES, scene
@@ -21,6 +21,7 @@ from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.config import PrefixDisk
 from mlx_manager.mlx_server.core import Finished
+from mlx_manager.mlx_server.engine.disk.threads import READS_AHEAD
 from mlx_manager.mlx_server.engine.disk.tier import stores_of
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.execution.forward import Forward
@@ -51,7 +52,7 @@ async def reference(rig: Rig, tokens: list[int], limit: int) -> list[int]:
 
 
 def on_kernels(model: nn.Module, size: int) -> Forward:
-    """As on a Mac: pages are written in place by kernels."""
+    """Choose as on a Mac, where kernels write pages in place."""
     return choose(model, size, kernels=Portable, compile=plainly, writers=PortableWriter)
 
 
@@ -267,6 +268,28 @@ async def test_a_cancelled_prompt_leaves_nothing_behind(llama: Path, disk: Prefi
             rig.cancel(row)
         assert (await cached(rig.submit(prompt(LONG), 8)))[1] == expected
         assert rig.engine.stats().pages_held == 0
+
+
+async def test_blocks_that_come_for_nobody_any_more_hold_up_no_thread(
+    llama: Path, disk: PrefixDisk
+) -> None:
+    tokens = prompt(7 * BLOCK + 20)
+    async with Rig(llama, disk=disk) as rig:
+        await rig.submit(tokens, 2).finished()
+    least = sum(file.stat().st_size for file in files_of(disk)[:READS_AHEAD])
+    async with HandRig(llama, disk=disk) as rig:
+        row = rig.submit(tokens, 2)
+        rig.step()
+        assert rig.disk is not None
+        # As many as may wait have come, and the thread has one more.
+        for _ in range(10_000):
+            if rig.disk.read_bytes > 0.9 * least:
+                break
+            await asyncio.sleep(0.001)
+        rig.cancel(row)
+        reader = rig.disk._reader
+    reader.join(10)
+    assert not reader.is_alive()
 
 
 async def test_what_is_forgotten_is_forgotten_on_disk(llama: Path, disk: PrefixDisk) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -23,7 +23,7 @@ from mlx_manager.mlx_server.engine.scheduler.load import Budget, StepLoad
 from mlx_manager.mlx_server.engine.scheduler.prefixes import PagePrefixes
 from mlx_manager.mlx_server.engine.scheduler.schedule import Schedule
 from mlx_manager.mlx_server.engine.scheduler.scheduler import Scheduler, SchedulerLimits
-from mlx_manager.mlx_server.engine.scheduler.snapshots import SnapshotPrefixes, alike
+from mlx_manager.mlx_server.engine.scheduler.snapshots import SnapshotPrefixes
 from mlx_manager.mlx_server.engine.sequence import Sequence
 
 NOBODY: Any = None
@@ -849,12 +849,6 @@ def test_what_all_begin_with_is_not_waited_for_when_it_is_short_or_past() -> Non
     second = late.submit(distinct(90, 1) + distinct(20, 3))
     late.step(budget=400)
     assert second not in late.scheduler.queues.waiting
-
-
-@given(st.lists(st.integers(0, 1), max_size=30), st.lists(st.integers(0, 1), max_size=30))
-def test_what_prompts_begin_with_is_found(a: list[int], b: list[int]) -> None:
-    same = [x == y for x, y in zip(a, b, strict=False)]
-    assert alike(a, b) == (same.index(False) if False in same else len(same))
 
 
 # ---------------------------------------------------------------------------------------------

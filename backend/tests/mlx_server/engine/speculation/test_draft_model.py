@@ -7,21 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engine.rig import HandRig, Row, alone, prompt
+from engine.rig import HandRig, NoText, Row, alone, prompt
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.engine.scheduler.load import StepLoad
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.speculation.draft_model import DraftModel
-from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
 from mlx_manager.mlx_server.engine.speculation.speculation import Speculation
-
-
-class NoText(Proposer):
-    """Proposer that finds nothing in the row's own text."""
-
-    def propose(self, row: object, most: int) -> None:
-        return None
+from mlx_manager.mlx_server.execution.module.separate import SeparateForward
 
 
 def drafting(rig: HandRig, given: list[int], limit: int) -> Row:
@@ -71,6 +64,26 @@ async def test_rows_are_guessed_for_together_as_alone(llama: Path, other: Path) 
             stats = rig.engine.stats()
             found.append((drawn, stats.draft_tokens, stats.accepted_tokens))
     assert found[0] == found[1]
+
+
+async def test_rows_and_chunks_of_a_draft_model_may_be_run_apart(tmp_path: Path) -> None:
+    model, other = (
+        make_tiny_model(tmp_path / str(seed), "deepseek_v3", seed=seed) for seed in (0, 7)
+    )
+    async with HandRig(model, draft=other, speculation="on") as rig:
+        assert (rig.forward.kind, rig.forward.prefixes) == ("separate", "pages")
+        # Of different lengths: in some steps one row alone is guessed for, and then others again.
+        rows = [drafting(rig, prompt(9 + 5 * i, i + 1), 20 + 7 * i) for i in range(4)]
+        drawn = ran(rig, rows)
+        assert [len(tokens) for tokens in drawn] == [20, 27, 34, 41]
+        for i, tokens in enumerate(drawn):
+            assert tokens == alone(rig.model, prompt(9 + 5 * i, i + 1), 20 + 7 * i)
+        assert rig.engine.stats().draft_tokens > 0
+        # Nothing is kept of rows that have ended.
+        forward = model_of(rig)._forward
+        assert isinstance(forward, SeparateForward)
+        assert not forward._own
+        assert not forward._rows
 
 
 async def test_prompts_that_others_had_read_are_not_read_again(llama: Path) -> None:

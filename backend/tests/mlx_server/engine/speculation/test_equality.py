@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from engine.rig import HandRig, Row, prompt
+from engine.rig import HandRig, NoText, Row, prompt
 from tiny_models import EOS_ID, EOT_ID, VOCAB_SIZE, make_tiny_model
 
 from mlx_manager.mlx_server.core import (
@@ -23,7 +23,6 @@ from mlx_manager.mlx_server.core import (
     TokenLogprob,
 )
 from mlx_manager.mlx_server.engine.scores import Scoring
-from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.text.grammar.guide import Guide, Masks, Rules, ThinkingBudget
@@ -238,13 +237,6 @@ async def test_a_draft_model_draws_as_the_model_would(tmp_path: Path) -> None:
     check_equal(requests, plain, drafted)
     stats = rig.engine.stats()
     assert stats.accepted_tokens == stats.draft_tokens > 0
-
-
-class NoText(Proposer):
-    """Proposer that finds nothing in the row's own text."""
-
-    def propose(self, row: Sequence, most: int) -> None:
-        return None
 
 
 def check_equal(requests: list[Request], plain: list[Answer], drafted: list[Answer]) -> None:

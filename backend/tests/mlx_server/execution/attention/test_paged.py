@@ -120,7 +120,7 @@ class Scene:
             return np.array(wide.astype(case.dtype).astype(mx.float32))
 
         def kept(heads: np.ndarray) -> np.ndarray:
-            """As the store keeps them."""
+            """Keys or values as the store keeps them."""
             if not case.coded:
                 return heads
             group = codes.group_of(case.dim)
