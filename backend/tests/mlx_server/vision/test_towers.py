@@ -44,7 +44,8 @@ def test_rows_are_as_many_as_the_layout_says_and_of_the_models_type(
         assert features.rows.shape == (sum(tower.layout(image).runs), 64)
         assert features.rows.dtype == mx.float32
         assert len(features.levels) == loaded.vision.levels
-        assert steps % (len(tower.layers()) + 1) == 0
+        slices = 2 if mx.default_device() == mx.cpu else 1
+        assert steps % (slices * len(tower.layers()) + 1) == 0
         assert steps > len(tower.layers())
 
 

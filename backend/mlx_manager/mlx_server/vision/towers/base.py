@@ -64,8 +64,12 @@ class Recording:
     outputs: list[mx.array] = field(default_factory=list)
 
 
+ATTENTIONS = {"self_attn", "attn", "attention"}
+"""Names of a layer's attention in mlx-vlm's modules."""
+
+
 class Recorded(nn.Module):  # type: ignore[misc]
-    """A layer whose outputs are recorded."""
+    """A module whose outputs are recorded."""
 
     def __init__(self, layer: nn.Module, recording: Recording) -> None:
         super().__init__()
@@ -173,13 +177,18 @@ class VisionTower(ABC):
         """Return the features of a part, not evaluated."""
 
     def record_layers(self) -> None:
-        """Have layers' outputs recorded, once the weights are there."""
+        """Have layers' outputs recorded, once the weights are there. On a CPU, where a whole layer
+        takes several times as long as a small model's step, those of attention, too."""
         layers = self.layers()
+        if mx.default_device() == mx.cpu:
+            for layer in layers:
+                for name in ATTENTIONS & layer.keys():
+                    setattr(layer, name, Recorded(layer[name], self._recording))
         layers[:] = [Recorded(layer, self._recording) for layer in layers]
 
     def stages(self, pixels: Any) -> Generator[Sequence[mx.array], None, Features]:
-        """Yield the arrays to evaluate before each next slice of work: the output of each layer.
-        Return the features. On the MLX thread."""
+        """Yield the arrays to evaluate before each next slice of work: the output of each layer,
+        and on a CPU of each layer's attention. Return the features. On the MLX thread."""
         found = []
         for part in self.parts(pixels):
             self._recording.outputs = []
