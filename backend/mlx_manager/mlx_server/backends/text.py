@@ -45,7 +45,7 @@ from mlx_manager.mlx_server.defaults import fill_sampling
 from mlx_manager.mlx_server.engine.disk.folder import Folder
 from mlx_manager.mlx_server.engine.disk.machine import machine_facts
 from mlx_manager.mlx_server.engine.disk.threads import BlockDisk
-from mlx_manager.mlx_server.engine.disk.tier import block_pages, dtype_name, stores_of
+from mlx_manager.mlx_server.engine.disk.tier import block_pages, stores_of
 from mlx_manager.mlx_server.engine.prompt_images import PromptImages
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
@@ -194,7 +194,7 @@ def kept_on_disk(
         "forward": [forward.kind, forward.prefixes],
         "pages": [limits.page_size, block_pages(limits.page_size)],
         "layers": [
-            [store.format, of.kv_heads, of.key_dim, of.value_dim, dtype_name(of.dtype), of.window]
+            [store.format, of.kv_heads, of.key_dim, of.value_dim, of.dtype_name, of.window]
             for store, of in ((store, store.shape) for store in stores)
         ],
     }

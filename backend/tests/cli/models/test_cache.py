@@ -1,4 +1,4 @@
-"""What is kept on disk for reuse, listed, moved and removed."""
+"""Commands that list, move and remove the prefixes on disk."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ FAMILIES = ("llama", "gemma3_text", "gemma3n", "qwen3_next")
 async def drawn(
     folder: Path, prompts: list[list[int]], limit: int = 16, **how: int
 ) -> list[list[int]]:
-    """What each draws by itself, one after another, with nothing found in pages."""
+    """Return the tokens that each prompt gets alone, with nothing found in pages."""
     async with Rig(folder, choose=EIGHT, prefix_cache=False, **how) as rig:
         rows = []
         for tokens in prompts:

@@ -23,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_manager.mlx_server.devices.dtypes import dtype_name, dtype_named
 from mlx_manager.mlx_server.engine.disk.blocks import PrefixBlock, Tensor
 from mlx_manager.mlx_server.engine.disk.names import (
     BLOCK_TOKENS,
@@ -620,11 +621,6 @@ def block_pages(page_size: int) -> int:
     return max(1, BLOCK_TOKENS // page_size)
 
 
-def dtype_name(dtype: mx.Dtype) -> str:
-    name = str(dtype).removeprefix("mlx.core.")
-    return "bool_" if name == "bool" else name
-
-
 def on_host(array: mx.array) -> NDArray[np.uint8]:
     """Return an array's bytes, the last axis longer by the size of its numbers."""
     if not array.size:
@@ -633,7 +629,7 @@ def on_host(array: mx.array) -> NDArray[np.uint8]:
 
 
 def on_device(tensor: Tensor) -> mx.array:
-    dtype = getattr(mx, tensor.dtype)
+    dtype = dtype_named(tensor.dtype)
     if not tensor.data.nbytes:
         return mx.zeros(tensor.shape, dtype)
     return mx.array(tensor.data).view(dtype).reshape(tensor.shape)

@@ -17,6 +17,7 @@ from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Page
 from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.devices.attention.writer import PageWriter, Pools
 from mlx_manager.mlx_server.devices.cuda.mapped import send
+from mlx_manager.mlx_server.devices.dtypes import dtype_name
 from mlx_manager.mlx_server.devices.kernel import Unsupported
 from mlx_manager.mlx_server.devices.metal.order import IN_ORDER
 from mlx_manager.mlx_server.engine.kv.pages import runs
@@ -41,6 +42,10 @@ class LayerShape:
     @property
     def pools(self) -> Pools:
         return Pools(self.kv_heads, self.key_dim, self.value_dim, self.dtype)
+
+    @property
+    def dtype_name(self) -> str:
+        return dtype_name(self.dtype)
 
     @property
     def token_bytes(self) -> int:
@@ -177,7 +182,7 @@ class LayerStore:
     @property
     def format(self) -> str:
         """Return the name of the numbers' format. Pages of one format mean nothing in another."""
-        return str(self.shape.dtype).removeprefix("mlx.core.")
+        return self.shape.dtype_name
 
     @property
     def token_bytes(self) -> int:

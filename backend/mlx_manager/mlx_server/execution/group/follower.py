@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx import nn
 
+from mlx_manager.mlx_server.devices.dtypes import dtype_named
 from mlx_manager.mlx_server.devices.group import from_first
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.execution.compiled import WRONG
@@ -40,7 +41,6 @@ from mlx_manager.mlx_server.execution.group.plan import (
     Serve,
     ShownRows,
     Snap,
-    dtype_named,
 )
 from mlx_manager.mlx_server.execution.images import Features, Shown
 from mlx_manager.mlx_server.execution.module.over_pages import OverPages

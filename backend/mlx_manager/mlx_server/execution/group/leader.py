@@ -19,6 +19,7 @@ from itertools import count
 import mlx.core as mx
 
 from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
+from mlx_manager.mlx_server.devices.dtypes import dtype_name
 from mlx_manager.mlx_server.devices.group import from_first
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape
@@ -51,7 +52,6 @@ from mlx_manager.mlx_server.execution.group.plan import (
     Serve,
     ShownRows,
     Snap,
-    name_of,
 )
 from mlx_manager.mlx_server.execution.images import Features, Shown
 
@@ -281,7 +281,7 @@ def _piece(chunk: Chunk) -> Piece:
     if shown is not None:
         rows = shown.features.rows
         levels = len(shown.features.levels)
-        place = ShownRows(shown.places, rows.shape, name_of(rows.dtype), levels)
+        place = ShownRows(shown.places, rows.shape, dtype_name(rows.dtype), levels)
     return Piece(
         chunk.key,
         span.length,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -190,13 +189,3 @@ Order = (
     | Refer
     | Make
 )
-
-
-def dtype_named(name: str) -> mx.Dtype:
-    """Return MLX's type of that name, such as "bfloat16"."""
-    dtype: mx.Dtype = getattr(mx, name)
-    return dtype
-
-
-def name_of(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")

@@ -25,6 +25,7 @@ from mlx_lm.utils import load_adapters
 
 from mlx_manager.mlx_server.config import PoolLimits
 from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
+from mlx_manager.mlx_server.devices.dtypes import dtype_name
 from mlx_manager.mlx_server.errors import (
     ModelLoadFailed,
     ModelNotSupported,
@@ -429,7 +430,7 @@ def settle_weights(  # noqa: PLR0917
         form, reason = fastest(model, forms, device)
     ledger.record(line, max(form.nbytes, granted_bytes))
     convert(model, form)
-    return WeightsForm(form.name, str(activation_dtype(model)).removeprefix("mlx.core."), reason)
+    return WeightsForm(form.name, dtype_name(activation_dtype(model)), reason)
 
 
 @contextmanager

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_manager.mlx_server.devices.dtypes import dtype_name
 from mlx_manager.mlx_server.engine.disk import blocks
 from mlx_manager.mlx_server.engine.disk.blocks import Damaged, PrefixBlock, Tensor
 from mlx_manager.mlx_server.engine.disk.names import DIGEST, PLAIN, STATE, BlockName, Space
-from mlx_manager.mlx_server.engine.disk.tier import dtype_name, on_device, on_host
+from mlx_manager.mlx_server.engine.disk.tier import on_device, on_host
 
 SPACE = Space("owner/model", {"revision": "r"})
 NAME = BlockName(b"d" * DIGEST, PLAIN, 16, 32)

@@ -5,7 +5,6 @@ training/vision/evaluate.py asks thousands of questions.
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 pytest.importorskip("PIL")
 
 from live import live_server
+from pictures import data_url
 from PIL import Image, ImageDraw
 from thorough import slow
 
@@ -42,9 +42,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 def asked(client: httpx.Client, image: Image.Image, question: str) -> str:
     file = io.BytesIO()
     image.save(file, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
     parts = [
-        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": {"url": data_url(file.getvalue())}},
         {"type": "text", "text": question},
     ]
     body = {"messages": [{"role": "user", "content": parts}], "temperature": 0, "max_tokens": 60}
