@@ -147,6 +147,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=128)
     options.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     options.add_argument("--starts", type=int, default=3, help="starts of each that are timed")
+    options.add_argument("--models", type=int, choices=[1, 2], default=2)
     options.add_argument("--memory", type=float, help="GB of each server: two share a GPU")
     chosen = options.parse_args()
     with ExitStack() as stack:
@@ -169,13 +170,14 @@ def report(chosen: argparse.Namespace, models: Path, stack: ExitStack) -> None:
         for name, root in roots.items()
     }
     one = str(models / "one")
+    both = [n for n in chosen.streams if n > 1 and chosen.models == 2]
     rows = [
         compared("ready, s", [[tree.ready for tree in each] for each in started.values()]),
         compared("memory, MB", [[tree.memory / 2**20 for tree in t] for t in started.values()]),
     ]
     for label, named, streams in [
         *((f"{n} streams", [one], n) for n in chosen.streams),
-        *((f"{n} streams, two models", [one, "two"], n) for n in chosen.streams if n > 1),
+        *((f"{n} streams, two models", [one, "two"], n) for n in both),
     ]:
 
         def ask(tree: Tree, number: int, named=named, streams=streams, label=label) -> list[Answer]:
