@@ -1,19 +1,22 @@
 """Decode steps of random-weight Llama shapes through the fused decoder and the CUDA kernels.
 
     PYTHONPATH=backend python benchmarks/gpu/fused_decode.py [1b] [8b] [--apart] [--bits 4]
+        [--plain]
 
-A step's tokens are read by the host while the next step runs, as a server does it. The bytes that a
-step must read (weights once, keys and values once) over a device-to-device copy's bandwidth give
-the floor that the last column is a part of. With `--apart` each load is measured by turns with what
-lies between two layers' attentions in one launch, and in four.
+A step's tokens are read by the host while the next step runs, as a server does it. Steps are
+compiled, as a server's are once a kind of step has come often; with `--plain` they are not. The
+bytes that a step must read (weights once, keys and values once) over a device-to-device copy's
+bandwidth give the floor that the last column is a part of. With `--apart` each load is measured by
+turns with what lies between two layers' attentions in one launch, and in four.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -25,6 +28,7 @@ from synthetic import SHAPES, make
 from mlx_manager.mlx_server.devices.cuda.matmul import products
 from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
 from mlx_manager.mlx_server.devices.kernel import Unsupported
+from mlx_manager.mlx_server.execution.compiled import STEPS_BEFORE_COMPILING, Compile
 from mlx_manager.mlx_server.execution.decoder.check import check
 from mlx_manager.mlx_server.execution.decoder.decoder import BuildProducts, FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.layers import Step
@@ -85,7 +89,8 @@ def time_steps(decoder: FusedDecoder, batch: Batch) -> Timing:
     before = mx.array(batch.lengths.astype(np.int32)) * 1
     mx.eval(tokens, before)
     step = Step(tokens, before, batch.table, batch.pools, decoder.plan(batch.lengths + 1))
-    mx.eval(decoder.run(step))
+    for _ in range(STEPS_BEFORE_COMPILING + 1):
+        mx.eval(decoder.run(step))
     mx.reset_peak_memory()
     used = mx.get_active_memory()
     parts = np.zeros(3)
@@ -125,8 +130,14 @@ def build_apart(dtype: mx.Dtype) -> ProductKernels | Unsupported:
     return joined if isinstance(joined, Unsupported) else Apart(dtype, joined._device)
 
 
-def built(model: nn.Module, build: BuildProducts) -> FusedDecoder:
-    decoder = FusedDecoder.build(model, PAGE, products=build)
+def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def built(
+    model: nn.Module, build: BuildProducts = products.build, compile: Compile = mx.compile
+) -> FusedDecoder:
+    decoder = FusedDecoder.build(model, PAGE, products=build, compile=compile)
     mx.clear_cache()
     if not isinstance(decoder, FusedDecoder):
         raise SystemExit(decoder.reason)
@@ -140,7 +151,9 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="compare with launches of their own")
     parser.add_argument("--bits", type=int, help="of the weights, in groups of 64; else bf16")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--plain", action="store_true", help="compile no steps")
     options = parser.parse_args()
+    compile = plainly if options.plain else mx.compile
     info = mx.device_info()
     print(info["device_name"], info["architecture"], "mlx", mx.__version__)
     for name in options.shapes:
@@ -149,11 +162,11 @@ def main() -> None:
             nn.quantize(model, 64, options.bits)
             mx.eval(model.parameters())
             mx.clear_cache()
-        decoders = {"": built(model, products.build)}
+        decoders = {"": built(model, compile=compile)}
         wrong = check(decoders[""], model, PAGE)
         print(name, "logits", "as the module's" if wrong is None else wrong, flush=True)
         if options.apart:
-            decoders["apart"] = built(model, build_apart)
+            decoders["apart"] = built(model, build_apart, compile)
         weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         for load in options.loads:
             lengths = lengths_of(load)

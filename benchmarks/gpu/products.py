@@ -269,7 +269,8 @@ def measure_chain(shape: str, options: argparse.Namespace, kernels: ProductKerne
         for form in chain_forms(rows, layers[0], packing) if options.forms else ():
             if form.shared_memory > device.block_memory:
                 continue
-            variant = ChainVariant(form, (False,) * 4, (1e-5,) * 2)
+            sizes = tuple(size_of(link.weight) for link in layers[0])
+            variant = ChainVariant(form, sizes, (False,) * 4, (1e-5,) * 2)
             kernel = {form: CudaKernel(chain_source(mx.bfloat16, variant))}
             chains = [Chain(links, kernel, kernels._counters) for links in layers]
             for mine, theirs in zip(chains[0](x, residual), wanted, strict=True):

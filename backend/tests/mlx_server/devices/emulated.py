@@ -61,6 +61,10 @@ class Library:
         self._library = ctypes.CDLL(str(path))
         self._entries = entries
 
+    def inputs(self, index: int) -> tuple[str, ...]:
+        """Return the names of a kernel's inputs, in order."""
+        return self._entries[index].source.inputs
+
     def call(
         self,
         index: int,
@@ -71,7 +75,7 @@ class Library:
     ) -> None:
         arguments: list[ctypes.c_void_p] = []
         keep = []
-        for name, array in zip(self._entries[index].source.inputs, inputs, strict=True):
+        for name, array in zip(self.inputs(index), inputs, strict=True):
             arguments.append(array.ctypes.data_as(ctypes.c_void_p))
             strides = np.array(array.strides, np.int64) // array.itemsize
             for suffix, numbers in (

@@ -31,15 +31,17 @@ class LaunchedKernels(ABC):
 
     _merges: ClassVar[bool]
     """Flag: contexts that are divided have another kernel than those that are not."""
+    _pads: ClassVar[bool]
+    """Flag: norms and sinks that a layer does not have are handed over as zeros."""
 
     def __init__(self, shape: AttentionShape, writer: PageWriter, coded: int | None = None) -> None:
         self.shape = shape
         self.coded = coded
         self._writer = writer
         self._rotate: dict[Rotary, Kernel] = {}
-        self._no_sinks = mx.zeros((1,), mx.float32)
-        self._no_norm = mx.zeros((1,), shape.dtype)
-        mx.eval(self._no_sinks, self._no_norm)
+        self._no_sinks = [mx.zeros((1,), mx.float32)] if self._pads else []
+        self._no_norms = [mx.zeros((1,), shape.dtype)] * 2 if self._pads else []
+        mx.eval(self._no_sinks, self._no_norms)
 
     @abstractmethod
     def plan(
@@ -149,15 +151,15 @@ class LaunchedKernels(ABC):
         self,
         variant: AttentionVariant,
         inputs: Sequence[mx.array],
-        sinks: mx.array,
+        sinks: Sequence[mx.array],
         after: Sequence[mx.array],
         splits: Splits,
         shape: tuple[int, ...],
     ) -> mx.array:
         """Attend; the result has the shape `shape`.
 
-        inputs: queries, or the arrays that they are made from, and pages. after: results of
-        launches that must precede this one.
+        inputs: queries, or the arrays that they are made from, and pages. sinks: one array, or none
+        where the kernel takes none. after: results of launches that must precede this one.
         """
 
     def _variant(  # noqa: PLR0917
@@ -174,8 +176,8 @@ class LaunchedKernels(ABC):
             scale, window, softcap, sinks is not None, divided, rotary, splits.blocks
         )
 
-    def _logits(self, sinks: mx.array | None) -> mx.array:
-        return self._no_sinks if sinks is None else sinks.astype(mx.float32)
+    def _logits(self, sinks: mx.array | None) -> Sequence[mx.array]:
+        return self._no_sinks if sinks is None else [sinks.astype(mx.float32)]
 
-    def _weights(self, norms: tuple[mx.array, mx.array] | None) -> tuple[mx.array, mx.array]:
-        return norms or (self._no_norm, self._no_norm)
+    def _weights(self, norms: tuple[mx.array, mx.array] | None) -> Sequence[mx.array]:
+        return self._no_norms if norms is None else norms

@@ -46,6 +46,7 @@ class MetalKernels(LaunchedKernels):
     """Metal kernels of decode attention; a separate launch merges the parts of a context."""
 
     _merges = True
+    _pads = True
 
     def __init__(self, shape: AttentionShape, coded: int | None = None) -> None:
         super().__init__(shape, writer(shape.pools), coded)
@@ -74,7 +75,7 @@ class MetalKernels(LaunchedKernels):
         self,
         variant: AttentionVariant,
         inputs: Sequence[mx.array],
-        sinks: mx.array,
+        sinks: Sequence[mx.array],
         after: Sequence[mx.array],
         splits: Splits,
         shape: tuple[int, ...],
@@ -85,7 +86,7 @@ class MetalKernels(LaunchedKernels):
         figures = splits.work * self._blocks * self._heads if splits.divided else 1
         dim = self.shape.head_dim
         out, partial, partial_figures = kernels.attend(
-            inputs=[*inputs, sinks, *after],
+            inputs=[*inputs, *sinks, *after],
             grid=(self._blocks * SIMDGROUPS * 32, splits.work, 1),
             threadgroup=(SIMDGROUPS * 32, 1, 1),
             output_shapes=[(1,) if splits.divided else shape, (figures * dim,), (figures * 2,)],
@@ -94,7 +95,7 @@ class MetalKernels(LaunchedKernels):
         if not splits.divided:
             return out
         (merged,) = kernels.merge(
-            inputs=[partial, partial_figures, splits.items, sinks],
+            inputs=[partial, partial_figures, splits.items, *sinks],
             grid=(self.shape.q_heads * dim, splits.work, 1),
             threadgroup=(dim, 1, 1),
             output_shapes=[shape],

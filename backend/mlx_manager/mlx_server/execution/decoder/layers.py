@@ -216,7 +216,7 @@ class Joint:
         """
         if self.chain is not None and hidden.shape[0] <= self.chain.most_rows:
             chained = self.chain(attended, hidden)
-            return Joined(chained, chained[2], None if self.following is None else chained[3])
+            return Joined(chained, chained[1], None if self.following is None else chained[2])
         following = self.following
         expected = None if following is None else following.expects(hidden.shape[0])[0]
         made, result = self.block.launches_after(hidden, attended, expected, own)

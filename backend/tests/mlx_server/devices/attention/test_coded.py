@@ -18,6 +18,7 @@ from devices.attention.test_kernels import (
     poison,
     shape,
     stored,
+    types_of,
 )
 
 from mlx_manager.mlx_server.devices.attention.check import (
@@ -94,7 +95,8 @@ def test_metal_attention_over_codes_is_the_reference(compile_metal) -> None:
 def cuda_entry(group: int, case: Case) -> tuple:
     dtype, variant = case.shape.dtype, replace(case.variant, coded=group)
     source = cuda.attend_source(case.shape, case.launch, variant)
-    return source, (dtype, mx.int8, BF16, I32, I32, I32, F32, I32), (dtype, F32, F32)
+    types = types_of(dtype)
+    return source, tuple(types[name] for name in source.inputs), (dtype, F32)
 
 
 def test_cuda_attention_over_codes_is_the_reference(compile_cuda) -> None:
@@ -107,20 +109,20 @@ def test_cuda_attention_over_codes_is_the_reference(compile_cuda) -> None:
         splits = case.splits(problem.plain, blocks)
         count = splits.work * blocks * cuda.heads_per_block(of)
         out = poison(random.q.shape, of.dtype)
-        sinks = np.zeros(1, np.float32) if random.sinks is None else random.sinks
+        given = {
+            "q": stored(random.q, of.dtype),
+            "codes": problem.codes,
+            "scales": stored(problem.scales, BF16),
+            "table": random.table,
+            "lengths": random.lengths,
+            "items": np.array(splits.items),
+            "sinks": random.sinks,
+            "arrivals": np.zeros(len(random.lengths) * blocks, np.int32),
+        }
         library.call(
             number,
-            [
-                stored(random.q, of.dtype),
-                problem.codes,
-                stored(problem.scales, BF16),
-                random.table,
-                random.lengths,
-                np.array(splits.items),
-                sinks,
-                np.zeros(len(random.lengths) * blocks, np.int32),
-            ],
-            [out, poison((count * of.head_dim,), F32), poison((count * 2,), F32)],
+            [given[name] for name in library.inputs(number)],
+            [out, poison((count * (of.head_dim + 2),), F32)],
             (blocks * launch.warps * 32, splits.work, 1),
             (launch.warps * 32, 1, 1),
         )

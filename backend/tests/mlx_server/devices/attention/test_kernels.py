@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -205,6 +206,24 @@ def queries_of(problem: AttentionProblem | FreshProblem) -> list[np.ndarray]:
             return [stored(qkv, ready.shape.dtype), rotation, bits[0].copy(), bits[1].copy()]
 
 
+PAGES = ("k_pool", "v_pool", "table", "lengths", "items", "sinks")
+FRESH = ("qkv", "rotation", "q_norm", "k_norm")
+QUERIES = {AttentionProblem: ("q",), FreshProblem: FRESH}
+
+
+def types_of(dtype: mx.Dtype) -> dict[str, mx.Dtype]:
+    """Return the type of each input that a kernel of attention may have."""
+    floats = dict.fromkeys(("q", "qkv", "q_norm", "k_norm", "k_pool", "v_pool"), dtype)
+    numbers = dict.fromkeys(("table", "lengths", "items", "arrivals", "slots", "written"), I32)
+    return {**floats, **numbers, "rotation": F32, "sinks": F32, "codes": mx.int8, "scales": BF16}
+
+
+def named(problem: AttentionProblem | FreshProblem, pages: Sequence[np.ndarray]) -> dict:
+    """Return the arrays of a problem by the names that they have among a kernel's inputs."""
+    queries = zip(QUERIES[type(problem)], queries_of(problem), strict=True)
+    return dict(queries) | dict(zip(PAGES, pages, strict=False))
+
+
 def written_of(problem: AttentionProblem | FreshProblem) -> list[np.ndarray]:
     return [np.zeros(1, np.int32)] if isinstance(problem, AttentionProblem) else []
 
@@ -217,10 +236,8 @@ def assert_written(problem: AttentionProblem, pages: list[np.ndarray]) -> None:
 def cuda_entry(case):
     dtype = case.shape.dtype
     source = cuda.attend_source(case.shape, case.launch, case.variant)
-    queries = (dtype,) if case.rotary is None else (dtype, F32, dtype, dtype)
-    after = (I32,) if case.rotary is None else ()
-    inputs = (*queries, dtype, dtype, I32, I32, I32, F32, I32, *after)
-    return source, inputs, (dtype, F32, F32)
+    types = types_of(dtype)
+    return source, tuple(types[name] for name in source.inputs), (dtype, F32)
 
 
 class Cuda:
@@ -239,10 +256,12 @@ class Cuda:
         partial = splits.work * blocks * cuda.heads_per_block(shape)
         arrivals = np.zeros(len(ready.lengths) * blocks, np.int32)
         pages = pages_of(ready, splits)
+        given = named(problem, pages) | {"arrivals": arrivals, "written": np.zeros(1, np.int32)}
+        number = self.cases[case.name]
         self.library.call(
-            self.cases[case.name],
-            [*queries_of(problem), *pages, arrivals, *written_of(problem)],
-            [out, poison((partial * shape.head_dim,), F32), poison((partial * 2,), F32)],
+            number,
+            [given[name] for name in self.library.inputs(number)],
+            [out, poison((partial * (shape.head_dim + 2),), F32)],
             (blocks * launch.warps * 32, splits.work, 1),
             (launch.warps * 32, 1, 1),
         )

@@ -12,14 +12,14 @@ from devices.attention.test_kernels import (
     DEVICE,
     F16,
     F32,
-    I32,
     assert_written,
     loaded,
+    named,
     pages_of,
     poison,
-    queries_of,
     shape,
     stored,
+    types_of,
 )
 from devices.portable import Portable
 
@@ -78,7 +78,12 @@ METAL_CASES = [
 
 
 def entry(source, dtype: mx.Dtype) -> tuple:
-    return (source, (dtype, F32, dtype, dtype, dtype, dtype, I32), (dtype,))
+    types = types_of(dtype)
+    return (
+        source,
+        tuple(types[name] for name in source.inputs),
+        (dtype, F32, F32)[: len(source.outputs)],
+    )
 
 
 def rotated(library, backend, index: int, problem: FreshProblem) -> tuple[np.ndarray, list]:
@@ -86,9 +91,10 @@ def rotated(library, backend, index: int, problem: FreshProblem) -> tuple[np.nda
     of, tokens = problem.ready.shape, len(problem.qkv)
     out = poison((tokens, of.q_heads, 1, of.head_dim), of.dtype)
     pools = pages_of(problem.unwritten(), plan([1], blocks_per_item=1, blocks_wanted=1))[:2]
+    given = named(problem, pools) | {"slots": problem.slots()}
     library.call(
         index,
-        [*queries_of(problem), *pools, problem.slots()],
+        [given[name] for name in library.inputs(index)],
         [out],
         (backend.rotate_threads(of, tokens), 1, 1),
         (backend.THREADS, 1, 1),
@@ -148,26 +154,21 @@ def test_a_prompt_and_a_decode_step_leave_the_same_bits(
     of = shape(8, 2, 64, BF16)
     problem = FreshProblem.of(random_problem(of, lengths=(1, 16, 17, 0, 90)), rotary)
     variant = AttentionVariant(1.0, None, None, sinks=False, divided=False, rotary=rotary)
-    fresh = (BF16, F32, BF16, BF16, BF16, BF16, I32, I32, I32, F32)
     splits = plan(problem.ready.lengths, blocks_per_item=2, blocks_wanted=1)
     if backend == "cuda":
-        module, compile_entries, more = cuda, compile_cuda, [np.zeros(10, np.int32)]
+        module, compile_entries = cuda, compile_cuda
         launch = cuda.CudaLaunch.choose(of, DEVICE)
         attend, warps = cuda.attend_source(of, launch, variant), launch.warps
     else:
-        module, compile_entries, more = metal, compile_metal, []
+        module, compile_entries = metal, compile_metal
         attend, warps = metal.attend_source(of, variant), metal.SIMDGROUPS
-    library = compile_entries(
-        [
-            (attend, (*fresh, *[I32 for _ in more]), (BF16, F32, F32)),
-            entry(module.rotate_source(of, rotary), BF16),
-        ]
-    )
+    library = compile_entries([entry(attend, BF16), entry(module.rotate_source(of, rotary), BF16)])
     pages = pages_of(problem.unwritten(), splits)
+    given = named(problem, pages) | {"arrivals": np.zeros(10, np.int32)}
     library.call(
         0,
-        [*queries_of(problem), *pages, *more],
-        [poison((5, 8 * 64), BF16), poison((1,), F32), poison((1,), F32)],
+        [given[name] for name in library.inputs(0)],
+        [poison((5, 8 * 64), BF16), *(poison((1,), F32) for _ in attend.outputs[1:])],
         (2 * warps * 32, splits.work, 1),
         (warps * 32, 1, 1),
     )

@@ -82,13 +82,20 @@ struct CodedHead {
   }
 };
 
-// Where results go. `arrivals` counts the blocks of each split query that are done.
+// Where results go. `partial` has the unnormalised results of all items, and behind these the
+// maximum and the sum of each; one array, since each costs the host time. `arrivals` counts the
+// blocks of each split query that are done.
 template <typename T>
 struct Results {
   T* out;
   float* partial;
-  float* figures;
   const int* arrivals;
+
+  // The figures of heads of D elements, HEADS of them in each block.
+  template <int D, int HEADS>
+  __device__ __forceinline__ float* figures() const {
+    return partial + (long)gridDim.y * gridDim.x * HEADS * D;
+  }
 };
 
 // Which query, heads and split a block serves.
@@ -506,8 +513,9 @@ struct Attend {
         results.partial[(part + head) * D + d] = low;
         results.partial[(part + head) * D + d + 1] = high;
         if (d == 0) {
-          results.figures[(part + head) * 2] = top;
-          results.figures[(part + head) * 2 + 1] = total;
+          float* of_head = results.template figures<D, HEADS>() + (part + head) * 2;
+          of_head[0] = top;
+          of_head[1] = total;
         }
       }
     }
@@ -522,6 +530,7 @@ struct Attend {
     int* last = reinterpret_cast<int*>(shared + HEADS * kMaxSplits);
     if (!arrives_last(counter, splits, last)) return;
 
+    const float2* figures = reinterpret_cast<const float2*>(results.template figures<D, HEADS>());
     float* weights = shared;
     for (int head = warp; head < heads; head += WARPS) {
       float tops[kMaxSplits / 32], sums[kMaxSplits / 32], top = kLowest, total = 0.f;
@@ -531,7 +540,7 @@ struct Attend {
         float2 figure = make_float2(kLowest, 0.f);
         if (s < splits) {
           long at = ((long)(base + s) * gridDim.x + blockIdx.x) * HEADS + head;
-          figure = read_shared_result(reinterpret_cast<const float2*>(results.figures) + at);
+          figure = read_shared_result(figures + at);
         }
         tops[j] = figure.x;
         sums[j] = figure.y;

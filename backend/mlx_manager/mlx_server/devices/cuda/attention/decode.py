@@ -38,6 +38,7 @@ from mlx_manager.mlx_server.devices.kernel import (
     Constant,
     Kernel,
     KernelName,
+    OptionalArgument,
     Size,
     Struct,
     Unsupported,
@@ -157,6 +158,7 @@ class CudaAttention(LaunchedKernels):
     """CUDA kernels of decode attention; the work list says whether a context is divided."""
 
     _merges = False
+    _pads = False
 
     def __init__(
         self,
@@ -201,7 +203,7 @@ class CudaAttention(LaunchedKernels):
         self,
         variant: AttentionVariant,
         inputs: Sequence[mx.array],
-        sinks: mx.array,
+        sinks: Sequence[mx.array],
         after: Sequence[mx.array],
         splits: Splits,
         shape: tuple[int, ...],
@@ -210,20 +212,23 @@ class CudaAttention(LaunchedKernels):
             raise ValueError(f"{shape[0]} queries: the kernels take {MOST_QUERIES} at most")
         figures = splits.work * self._blocks * self._heads if splits.divided else 1
         threads = self.launches[variant.blocks].warps * 32
-        out, _, _ = self._kernel(variant)(
-            inputs=[*inputs, sinks, self._arrivals, *after],
+        out, _ = self._kernel(variant)(
+            inputs=[*inputs, *sinks, self._arrivals, *after],
             grid=(self._blocks * threads, splits.work, 1),
             threadgroup=(threads, 1, 1),
-            output_shapes=[shape, (figures * self.shape.head_dim,), (figures * 2,)],
-            output_dtypes=[self.shape.dtype, mx.float32, mx.float32],
+            output_shapes=[shape, (figures * (self.shape.head_dim + 2),)],
+            output_dtypes=[self.shape.dtype, mx.float32],
         )
         return out
 
     def _kernel(self, variant: AttentionVariant) -> Kernel:
-        if variant not in self._kernels:
+        # Looked up once: the host hashes a variant in each layer of a step.
+        kernel = self._kernels.get(variant)
+        if kernel is None:
             launch = self.launches[variant.blocks]
-            self._kernels[variant] = CudaKernel(attend_source(self.shape, launch, variant))
-        return self._kernels[variant]
+            kernel = CudaKernel(attend_source(self.shape, launch, variant))
+            self._kernels[variant] = kernel
+        return kernel
 
 
 def heads_per_block(shape: AttentionShape) -> int:
@@ -297,13 +302,13 @@ def attend_source(
             after: tuple[str, ...] = ("written",)
         case rotary:
             function, given = "run_fused", _fresh(shape, rotary)
-            inputs, after = ("qkv", "rotation", "q_norm", "k_norm"), ()
+            inputs, after = ("qkv", "rotation", *_norms(rotary)), ()
             options = (*_kind(rotary), launch.fresh)
     pools: tuple[str, ...] = ("k_pool", "v_pool")
     kind = KernelName("Pages", (dtype,))
     if variant.coded is not None:
         pools, kind, after = ("codes", "scales"), KernelName("CodedPages"), ()
-    pages = (*pools, "table", "lengths", "items", "sinks", "arrivals")
+    pages = (*pools, "table", "lengths", "items")
     sizes = (Size(pools[0], 1), Size("table", 1))
     return CudaSource(
         name="paged_attend",
@@ -314,14 +319,12 @@ def attend_source(
         constants=options,
         arguments=(
             given,
-            Struct(kind, (*pages[:5], *sizes)),
-            Struct(
-                KernelName("Results", (dtype,)), ("out", "partial", "partial_figures", "arrivals")
-            ),
-            *("sinks", variant.scale, variant.softcap or 1.0),
+            Struct(kind, (*pages, *sizes)),
+            Struct(KernelName("Results", (dtype,)), ("out", "partial", "arrivals")),
+            *(OptionalArgument("sinks"), variant.scale, variant.softcap or 1.0),
         ),
-        inputs=(*inputs, *pages, *after),
-        outputs=("out", "partial", "partial_figures"),
+        inputs=(*inputs, *pages, *(("sinks",) if variant.sinks else ()), "arrivals", *after),
+        outputs=("out", "partial"),
         shared_memory=launch.shared_memory,
     )
 
@@ -333,7 +336,13 @@ def _kind(rotary: Rotary) -> tuple[Constant, ...]:
 
 def _fresh(shape: AttentionShape, rotary: Rotary) -> Struct:
     kind = KernelName("Fresh", (shape.dtype,))
-    return Struct(kind, ("qkv", "rotation", "q_norm", "k_norm", rotary.epsilon or 0.0))
+    norms = OptionalArgument("q_norm"), OptionalArgument("k_norm")
+    return Struct(kind, ("qkv", "rotation", *norms, rotary.epsilon or 0.0))
+
+
+def _norms(rotary: Rotary) -> tuple[str, ...]:
+    """Return the names of the norms' weights among the inputs."""
+    return () if rotary.epsilon is None else ("q_norm", "k_norm")
 
 
 def writer(of: Pools) -> PageWriter:
@@ -368,7 +377,7 @@ def rotate_source(shape: AttentionShape, rotary: Rotary) -> CudaSource:
         within=KernelName("RotateAndWrite", (shape.dtype, *sizes, *_kind(rotary))),
         function="run",
         arguments=(_fresh(shape, rotary), *pages, Size("k_pool", 1), Size("qkv", 0), "queries"),
-        inputs=("qkv", "rotation", "q_norm", "k_norm", *pages),
+        inputs=("qkv", "rotation", *_norms(rotary), *pages),
         outputs=("queries",),
     )
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
@@ -42,6 +43,8 @@ typedef unsigned int uint32_t;
 typedef unsigned long uint64_t;
 """
 """Declarations before each kernel. NVRTC has no <cstdint>."""
+
+_type_of = attrgetter("dtype")
 
 OLDEST_WITH_OWN_CODE = 90
 """First architecture whose newest instructions are for that architecture alone: sm_90a."""
@@ -81,7 +84,7 @@ class CudaKernel:
         self._source = source
         self._contiguous = ensure_row_contiguous
         self._sizes = source.sizes
-        self._types: Types = [], []
+        self._types: list[mx.Dtype] = []
         self._name = ""
         self._code = b""
 
@@ -99,9 +102,9 @@ class CudaKernel:
         Raises:
             RuntimeError: the kernel does not compile for these types; says why.
         """
-        types = [array.dtype for array in inputs], list(output_dtypes)
+        types = [*map(_type_of, inputs), *output_dtypes]
         if types != self._types:
-            name, text = text_of(self._source, types)
+            name, text = text_of(self._source, (types[: len(inputs)], output_dtypes))
             self._code = compiled_code().of(text, target())
             self._name, self._types = name, types
         return mx.fast.precompiled_cuda_kernel(

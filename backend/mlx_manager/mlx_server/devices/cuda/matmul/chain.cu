@@ -6,6 +6,8 @@
 //   result = hidden + down(gated)
 //   heads = qkv(norm(result)), of the layer that follows, if one does
 //
+// `between` has all rows of `hidden`, then all of `gated`.
+//
 // Each block has a part of one product, in that order. It has the first of its weights under way
 // while the product before ends, and waits until all parts of that are counted. A block waits for
 // blocks of lower numbers alone, which the device begins before it (CUB's scans build on that, too):
@@ -47,8 +49,9 @@ template <typename BY, typename ACTIVATION, typename T, int T0, int T1, int T2, 
           int WARPS, int STAGES, bool B0, bool B1, bool B2, bool B3, typename W, int COUNT>
 __device__ __forceinline__ void chain_products(const T* attended, const T* residual,
                                                const Link<T, W> (&links)[COUNT], const int* made,
-                                               T* hidden, T* gated, T* result, T* heads, int rows) {
+                                               T* between, T* result, T* heads, int rows) {
   const Link<T, W>&output = links[0], &gate_up = links[1], &down = links[2];
+  T *hidden = between, *gated = between + (long)rows * output.outputs;
   const int of_output = output.outputs / BY::template outputs<T0, WARPS>();
   const int of_gate_up = gate_up.outputs / BY::template outputs<T1, WARPS>();
   const int of_down = down.outputs / BY::template outputs<T2, WARPS>();

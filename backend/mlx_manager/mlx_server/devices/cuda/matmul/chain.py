@@ -11,7 +11,13 @@ import mlx.core as mx
 from mlx_manager.mlx_server.devices.cuda.compiler.device import CudaDevice
 from mlx_manager.mlx_server.devices.cuda.compiler.launch import CudaSource
 from mlx_manager.mlx_server.devices.cuda.matmul.factors import Activation, Link, arrays_of
-from mlx_manager.mlx_server.devices.cuda.matmul.forms import ByWarps, Packing, RowForm, WarpForm
+from mlx_manager.mlx_server.devices.cuda.matmul.forms import (
+    ByWarps,
+    Packing,
+    RowForm,
+    WarpForm,
+    size_of,
+)
 from mlx_manager.mlx_server.devices.kernel import Kernel, KernelName, OptionalArgument, Size, Struct
 
 MOST_ROWS = 8
@@ -19,7 +25,7 @@ MOST_ROWS = 8
 
 PRODUCTS = ("output", "gate_up", "down", "qkv")
 NORMED = ("gate_up", "qkv")
-MADE = ("hidden", "gated", "result", "heads")
+MADE = ("between", "result", "heads")
 _SOURCE = Path(__file__).with_name("chain.cu")
 
 
@@ -59,11 +65,13 @@ _PACKED = WarpForm(tiles=1, rows=MOST_ROWS, warps=4, stages=2)
 class ChainVariant:
     """Constants of one kernel: one compilation for each.
 
+    sizes: outputs and inputs of each product; as constants they cost the host no time at a launch.
     biases: for each product, whether it has a bias. epsilons: epsilons of the products' norms, for
     those that have one. activation: activation of gates and ups.
     """
 
     form: ChainForm
+    sizes: tuple[tuple[int, int], ...]
     biases: tuple[bool, ...]
     epsilons: tuple[float, ...]
     activation: Activation = Activation.SILU
@@ -77,11 +85,12 @@ class ChainVariant:
         packing, *others = {Packing.of(link.weight) for link in links}
         if others:
             return []
+        sizes = tuple(size_of(link.weight) for link in links)
         biases = tuple(link.bias is not None for link in links)
         epsilons = tuple(link.norm.epsilon for link in links if link.norm is not None)
         activation = links[PRODUCTS.index("gate_up")].activation
         forms = _forms(links, device, packing)
-        return [ChainVariant(form, biases, epsilons, activation) for form in forms]
+        return [ChainVariant(form, sizes, biases, epsilons, activation) for form in forms]
 
 
 def _forms(
@@ -113,26 +122,27 @@ class Chain:
             projection to queries, keys and values. kernels: kernels of the links' variants.
             counters: (4,) int32, zeros.
         """
-        self._kernels = kernels
         self._weights = [array for link in links for array in arrays_of_link(link)]
         self._weights.append(counters)
-        self._widths = [link.weight.shape[0] for link in links]
-        self._outputs = [self._widths[0], self._widths[1] // 2, *self._widths[2:]]
+        widths = [link.weight.shape[0] for link in links]
+        self._outputs = [widths[0] + widths[1] // 2, *widths[2:]]
+        self._kernels = [(form, kernel, form.blocks(widths)) for form, kernel in kernels.items()]
 
     def __call__(self, attended: mx.array, residual: mx.array) -> list[mx.array]:
-        """Return the results of all products, each (rows, outputs).
+        """Return what the products make, each (rows, numbers).
 
-        The results are the output projection's (with the residual), the gated ones, the layer's
-        result, and, if a layer follows, its heads.
+        First what lies between the output projection and the layer's result: all rows of the
+        projection with the residual, then all gated ones. One array has both, since each array
+        costs the host time. Then the layer's result, and, if a layer follows, its heads.
 
         attended: (rows, inputs of the output projection). residual: (rows, width).
         """
         rows = attended.shape[0]
-        form = next(form for form in self._kernels if form.any.held >= rows)
+        form, kernel, blocks = next(each for each in self._kernels if each[0].any.held >= rows)
         threads = form.any.threads
-        return self._kernels[form](
+        return kernel(
             inputs=[attended, residual, *self._weights],
-            grid=(form.blocks(self._widths) * threads, 1, 1),
+            grid=(blocks * threads, 1, 1),
             threadgroup=(threads, 1, 1),
             output_shapes=[(rows, outputs) for outputs in self._outputs],
             output_dtypes=[attended.dtype] * len(self._outputs),
@@ -153,19 +163,18 @@ def inputs_of(name: str, form: ByWarps, *, bias: bool, norm: bool) -> list[str]:
 
 
 def chain_source(dtype: mx.Dtype, variant: ChainVariant) -> CudaSource:
-    alike, count = variant.form.any, len(variant.biases)
+    alike, count = variant.form.any, len(variant.sizes)
     kind = KernelName("Link", (dtype, alike.weight_type(dtype)))
     epsilons = iter(variant.epsilons)
     links, inputs = [], ["attended", "residual"]
-    for name, bias, form in zip(PRODUCTS, variant.biases, variant.form.products, strict=False):
+    products = zip(PRODUCTS, variant.sizes, variant.biases, variant.form.products, strict=False)
+    for name, size, bias, form in products:
         norm = name in NORMED
-        own = inputs_of(name, form, bias=bias, norm=norm)
-        inputs += own
-        outputs, width = form.size_of(own[0])
-        given = (OptionalArgument(f"{name}_bias"), OptionalArgument(f"{name}_norm"), outputs, width)
+        inputs += inputs_of(name, form, bias=bias, norm=norm)
+        given = (OptionalArgument(f"{name}_bias"), OptionalArgument(f"{name}_norm"), *size)
         weight = form.weight(dtype, f"{name}_")
         links.append(Struct(kind, (weight, *given, next(epsilons) if norm else 0.0)))
-    made = MADE[:count]
+    made = MADE[: count - 1]
     return CudaSource(
         name="chain",
         files=(*alike.files, _SOURCE),
@@ -176,7 +185,7 @@ def chain_source(dtype: mx.Dtype, variant: ChainVariant) -> CudaSource:
         ),
         arguments=(
             *("attended", "residual", Struct(None, tuple(links)), "made"),
-            *(*made, *(() if count == len(MADE) else ("result",)), Size("attended", 0)),
+            *(*made, *(() if count == len(PRODUCTS) else ("result",)), Size("attended", 0)),
         ),
         inputs=(*inputs, "made"),
         outputs=made,

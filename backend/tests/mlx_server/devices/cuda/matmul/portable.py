@@ -204,4 +204,4 @@ class PortableChain:
         gated = of.gated(hidden, gate_up.weight, **how)
         result = of.multiply(gated, down.weight, bias=down.bias, residual=hidden)
         heads = [of.multiply(result, qkv.weight, norm=qkv.norm, bias=qkv.bias) for qkv in following]
-        return [hidden, gated, result, *heads]
+        return [mx.concatenate([hidden, gated], axis=1), result, *heads]

@@ -48,7 +48,8 @@ class Case:
     def variant(self) -> ChainVariant:
         count = self.count
         epsilons = (EPSILON,) * (count // 2)
-        return ChainVariant(self.form, (self.biased,) * count, epsilons, self.activation)
+        biases = (self.biased,) * count
+        return ChainVariant(self.form, tuple(SIZES[:count]), biases, epsilons, self.activation)
 
 
 def alike(form: WarpForm, count: int = 4) -> ChainForm:
@@ -137,9 +138,11 @@ def test_a_chain_is_the_reference_and_leaves_its_counters_at_zero(libraries, cas
     hidden = residual + attended @ weights[0].T + biases[0]
     inner = gated(normed(hidden, norms[1]) @ weights[1].T + biases[1], case.activation)
     result = hidden + inner @ weights[2].T + biases[2]
-    wanted = [hidden, inner, result, normed(result, norms[3]) @ weights[3].T + biases[3]]
+    # One array has all rows of the first product, and then all of the second.
+    between = np.concatenate([hidden, inner], axis=None)
+    wanted = [between, result, normed(result, norms[3]) @ weights[3].T + biases[3]]
 
-    outs = [bits(np.full_like(a, np.nan, np.float32), dtype) for a in wanted[: case.count]]
+    outs = [bits(np.full_like(a, np.nan, np.float32), dtype) for a in wanted[: case.count - 1]]
     counters = np.zeros(4, np.int32)
     given = {"attended": bits(attended, dtype), "residual": bits(residual, dtype), "made": counters}
     for name, *own in zip(PRODUCTS, stored, biases, norms, strict=True):
@@ -194,8 +197,8 @@ def test_chains_alike_share_a_kernel_and_hand_it_what_its_source_names(monkeypat
     assert named["gate_up_norm"] is norms[0].weight
     assert named["qkv_bias"] is qkv.bias
     assert named["qkv_norm"] is norms[1].weight
-    assert given[1]["output_shapes"] == [(3, WIDTH), (3, INNER), (3, WIDTH), (3, HEADS)]
+    assert given[1]["output_shapes"] == [(3, WIDTH + INNER), (3, WIDTH), (3, HEADS)]
     threads = given[1]["threadgroup"][0]
     assert given[1]["grid"][0] == (2 * WIDTH + 768 + HEADS) // 16 * threads
     assert len(given[2]["inputs"]) == len(made[1].inputs)
-    assert given[2]["output_shapes"] == [(3, WIDTH), (3, INNER), (3, WIDTH)]
+    assert given[2]["output_shapes"] == [(3, WIDTH + INNER), (3, WIDTH)]
