@@ -22,33 +22,52 @@ from harness import ROOT
 from load_client import Answer
 
 START_SECONDS = 300
+DUMP_SECONDS = 2.0
+"""Seconds in which processes that are aborted may write where they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server. `model` is what requests must name; None where its default will do."""
+    """A running server. `model` is what requests must name; None where its default will do.
+
+    pid: of its process. log: the file that it writes to.
+    """
 
     name: str
     base_url: str
     model: str | None = None
+    pid: int = 0
+    log: Path | None = None
 
     def request(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         named = {"model": self.model} if self.model else {}
         return {"url": f"{self.base_url}{path}", "body": {**named, **body}}
 
 
+class DidNotStart(SystemExit):
+    """A server that was not healthy in time; the message has its log."""
+
+
 @contextmanager
-def our_server(model: Path, **settings: str) -> Iterator[Server]:
-    """`mlx-manager serve` with `settings` as MLX_SERVER_ variables."""
+def our_server(
+    model: Path,
+    *,
+    seconds: float = START_SECONDS,
+    environment: Mapping[str, str] | None = None,
+    **settings: str,
+) -> Iterator[Server]:
+    """`mlx-manager serve` with `settings` as MLX_SERVER_ variables, and with more variables.
+    seconds: as in `running`."""
     port = free_port()
     command = [sys.executable, "-m", "mlx_manager.mlx_server.main"]
-    environment = {
+    variables = {
         "MLX_SERVER_MODEL": str(model),
         "MLX_SERVER_PORT": str(port),
         "MLX_SERVER_LOG_LEVEL": "warning",
         **{f"MLX_SERVER_{name.upper()}": value for name, value in settings.items()},
+        **(environment or {}),
     }
-    with running("mlx-manager", command, port, environment) as server:
+    with running("mlx-manager", command, port, variables, seconds=seconds) as server:
         yield server
 
 
@@ -75,8 +94,15 @@ def running(
     port: int,
     environment: Mapping[str, str],
     model: str | None = None,
+    *,
+    seconds: float = START_SECONDS,
 ) -> Iterator[Server]:
-    with tempfile.TemporaryFile() as log:
+    """A server's process, as soon as it is healthy.
+
+    Raises:
+        DidNotStart: it was not in so many seconds. Its processes have written where they were.
+    """
+    with tempfile.NamedTemporaryFile() as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -86,10 +112,11 @@ def running(
             start_new_session=True,
         )
         try:
-            if not is_healthy(f"http://127.0.0.1:{port}/health", process):
-                log.seek(0)
-                sys.exit(f"{name} did not start:\n{log.read().decode(errors='replace')}")
-            yield Server(name, f"http://127.0.0.1:{port}/v1", model)
+            found = Server(name, f"http://127.0.0.1:{port}/v1", model, process.pid, Path(log.name))
+            if not is_healthy(f"http://127.0.0.1:{port}/health", process, seconds):
+                dump(process.pid)
+                raise DidNotStart(f"{name} did not start:\n{last_of(found, 2**20)}")
+            yield found
         finally:
             process.terminate()
             try:
@@ -106,8 +133,32 @@ def end_group(process: subprocess.Popen[Any]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def is_healthy(url: str, process: subprocess.Popen[bytes]) -> bool:
-    deadline = time.monotonic() + START_SECONDS
+def dump(pid: int) -> None:
+    """Abort the processes below one, which write the stacks of their threads if Python's
+    faulthandler is on there (our workers, and all with PYTHONFAULTHANDLER=1). Linux only."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            # The name before it may have spaces.
+            told = entry.joinpath("stat").read_text().rpartition(")")[2]
+            parents[int(entry.name)] = int(told.split()[1])
+    below = {pid}
+    while more := {child for child, parent in parents.items() if parent in below} - below:
+        below |= more
+    for each in sorted(below - {pid}, reverse=True):
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGABRT)
+    time.sleep(DUMP_SECONDS)
+
+
+def last_of(server: Server, characters: int) -> str:
+    """Return the end of what a server has written."""
+    assert server.log is not None
+    return server.log.read_text(errors="replace")[-characters:]
+
+
+def is_healthy(url: str, process: subprocess.Popen[bytes], seconds: float = START_SECONDS) -> bool:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         try:
             with urllib.request.urlopen(url, timeout=10):
@@ -128,11 +179,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def load(requests: Sequence[Mapping[str, Any]]) -> list[Answer]:
+def load(requests: Sequence[Mapping[str, Any]], seconds: float | None = None) -> list[Answer]:
     """Send all requests at once from a process of its own.
 
     Raises:
         RuntimeError: an answer failed.
+        subprocess.TimeoutExpired: the answers took more than so many seconds.
     """
     finished = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "load_client.py")],
@@ -140,6 +192,7 @@ def load(requests: Sequence[Mapping[str, Any]]) -> list[Answer]:
         capture_output=True,
         text=True,
         check=True,
+        timeout=seconds,
     )
     found = [Answer(**answer) for answer in json.loads(finished.stdout)]
     for answer in found:

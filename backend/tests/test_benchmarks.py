@@ -8,6 +8,7 @@ from types import ModuleType
 
 import mlx.core as mx
 from mlx_lm.utils import load_model
+from thorough import slow
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -22,6 +23,23 @@ def test_the_http_rim_serves_its_stand_in_without_complaint():
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "\nin process: best " in ended.stdout
+
+
+@slow
+def test_two_ranks_are_measured_and_compared_on_any_machine(tmp_path: Path):
+    options = ("--shapes", "tiny", "--rows", "1", "2", "--tokens", "8", "--rounds", "1")
+    probe = ("--variants", "as it comes", "--hidden", "64", "--folder", str(tmp_path))
+    ended = subprocess.run(
+        [sys.executable, str(FOLDER / "gpu" / "ranks.py"), *options, *probe],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "WRONG" not in ended.stdout
+    assert "FAILED" not in ended.stdout
+    assert "of 24 tokens of the first server's answers another is likeliest at" in ended.stdout
+    assert "ours, 2 devices ÷ ours, 1 device: 1 rows" in ended.stdout
 
 
 def loaded(name: str) -> ModuleType:

@@ -32,6 +32,7 @@ from side import prompts_of  # noqa: E402
 from harness import percentile, print_report, ratio  # noqa: E402
 from mlx_manager.mlx_server.devices.cuda.graphs import SETTINGS  # noqa: E402
 from servers import (  # noqa: E402
+    START_SECONDS,
     Server,
     end_group,
     free_port,
@@ -174,12 +175,19 @@ def describe(title: str, answers: Answers, peers: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def vllm_server(folder: Path, python: str) -> Iterator[Server]:
+def vllm_server(
+    folder: Path,
+    python: str,
+    *more: str,
+    seconds: float = START_SECONDS,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """vLLM's server. more: arguments besides. seconds: as in `running`."""
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--port", str(port), "--gpu-memory-utilization", "0.4"]
-    command += ["--max-model-len", "16384", "--served-model-name", "m"]
-    with running("vllm", command, port, {}, "m") as server:
+    command += ["--max-model-len", "16384", "--served-model-name", "m", *more]
+    with running("vllm", command, port, environment or {}, "m", seconds=seconds) as server:
         yield server
 
 

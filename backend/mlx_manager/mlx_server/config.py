@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.address import as_browsers_say, is_host, origin_as_b
 from mlx_manager.mlx_server.settings import (
     PREFIX,
     TABLE,
+    Distributed,
     ImagesAsText,
     KVBits,
     ReasoningField,
@@ -83,7 +84,7 @@ class PoolLimits:
     load_timeout: seconds that a load may go without progress; None: no limit. draft_model: the id
     or folder of a draft model for those that have the same tokenizer. devices: those that a model
     is spread over. silence: seconds without a sign of life after which a process of such a model is
-    taken to hang; None: no limit.
+    taken to hang; None: no limit. distributed: what joins those of this machine.
     """
 
     max_models: int = Settings.max_models
@@ -96,6 +97,7 @@ class PoolLimits:
     draft_model: str | None = None
     devices: int = Settings.devices
     silence: float | None = None
+    distributed: Distributed = Settings.distributed
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,6 +430,7 @@ class MLXServerSettings(_Fields):
             self.devices,
             # The server's own limit ends the model, and then names no process.
             self.watchdog_seconds / 2 or None,
+            self.distributed,
         )
 
     @cached_property

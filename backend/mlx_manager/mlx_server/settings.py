@@ -30,6 +30,7 @@ ReasoningField = Literal["reasoning_content", "reasoning"]
 ImagesAsText = Literal["history", "never", "always"]
 Speculation = Literal["auto", "on", "off"]
 KVBits = Literal[16, 8]
+Distributed = Literal["auto", "nccl", "ring", "mpi"]
 
 
 def setting(default: object, text: str, metavar: str | None = None, **bounds: Any) -> Any:
@@ -154,6 +155,11 @@ class Memory:
         "for each; the models' file may say otherwise for a model",
         ge=1,
         le=64,
+    )
+    distributed: Distributed = setting(
+        "auto",
+        "What joins the devices of a model on this machine: auto is nccl on NVIDIA GPUs and ring "
+        "elsewhere; mpi needs Open MPI",
     )
     max_rows: int = setting(128, "Sequences decoded together, per model", ge=1)
     max_waiting: int = setting(

@@ -119,7 +119,7 @@ def test_codex_takes_a_turn_by_a_provider_of_its_users(server: LiveServer, tmp_p
     assert answered(server, "GET") == opened
 
 
-@pytest.fixture(params=["server", "plain_server"], ids=["websocket", "http"])
+@pytest.fixture(params=["own", "plain_server"], ids=["websocket", "http"])
 def either(request: pytest.FixtureRequest) -> LiveServer:
     """One that serves WebSockets, and one that answers 426."""
     found: LiveServer = request.getfixturevalue(request.param)

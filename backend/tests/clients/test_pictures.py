@@ -9,9 +9,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from live import LiveServer, live_server
+from live import LiveServer, live_server, server_before
 from pictures import data_url, in_base64, picture
-from talks import CLIENTS, talk_in_node, talk_in_python
+from talks import CLIENTS, WAYS, talk_in_node, talk_in_python
 from tiny_vision import make_seeing_model
 
 MODEL = "sees"
@@ -22,8 +22,23 @@ FEW = 8
 IN_NODE = sorted(found.stem for found in CLIENTS.glob("node/pictures/*.mjs"))
 
 
+@pytest.fixture(scope="module", params=WAYS)
+def seeing(request: pytest.FixtureRequest) -> LiveServer:
+    found: LiveServer = request.getfixturevalue(f"seeing_{request.param}")
+    return found
+
+
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def seeing_elsewhere(
+    seeing_own: LiveServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("before")
+    with server_before(seeing_own, folder, f"[models.{MODEL}]", model=MODEL) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def seeing_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("seeing")
     make_seeing_model(folder / "models" / MODEL, "smolvlm")
     log = folder / "log.txt"

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from live import LiveServer, live_server
+from live import LiveServer, live_server, server_before
 from scripted_model import call, make_scripted_model
+from talks import WAYS
 from thorough import slow
 
 HERE = Path(__file__).parent
@@ -103,8 +104,10 @@ class Scripted:
         return ANSWERED.findall(self.log.read_text())
 
 
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
+@pytest.fixture(scope="module", params=WAYS)
+def scripted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scripted]:
     folder = tmp_path_factory.mktemp("loops").resolve()
     homes, models, log = folder / "homes", folder / "models", folder / "log.txt"
     for name, loop in LOOPS.items():
@@ -124,7 +127,12 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
     edit = "I write it.\n\nnotes.txt\n```\nA line of the model.\n```\n"
     make_scripted_model(models / "aider", ["It has no tools."], without_tools=edit)
     with live_server(log, models_dir=models, max_models=8) as server:
-        yield Scripted(server, log, homes)
+        if request.param == "own":
+            yield Scripted(server, log, homes)
+        else:
+            tables = "\n".join(f"[models.{name}]" for name in (*LOOPS, "aider"))
+            with server_before(server, folder / "before", tables, model="aider") as before:
+                yield Scripted(before, folder / "before" / "log.txt", homes)
     assert "Traceback" not in log.read_text(), log.read_text()
 
 

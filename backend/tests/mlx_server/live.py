@@ -66,3 +66,21 @@ def live_server(
                 process.communicate(timeout=60)
             finally:
                 process.kill()
+
+
+@contextmanager
+def server_before(
+    behind: LiveServer, folder: Path, tables: str, **settings: object
+) -> Iterator[LiveServer]:
+    """A server that has the models of `tables`, which another one has under the same names."""
+    folder.mkdir(exist_ok=True)
+    log, models = folder / "log.txt", folder / "models.toml"
+    lines = [
+        f'{line}\nurl = "{behind.url}/v1"' if line.startswith("[models.") else line
+        for line in tables.splitlines()
+    ]
+    models.write_text("\n".join(lines))
+    with live_server(log, models_file=models, **settings) as running:
+        yield running
+    assert "Traceback" not in log.read_text(), log.read_text()
+    assert running.process.returncode == 0

@@ -6,13 +6,14 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from devices.portable import Traceable, TraceableWriter, plainly
+from devices.portable import Traceable
+from portable_rank import KERNELS, prepare
 
 from mlx_manager.mlx_server.execution.select import choose
 from mlx_manager.mlx_server.workers import host, model, ranks
 
 if __name__ == "__main__":
+    prepare()
     ranks.PROGRAM = "portable_rank"
-    by_kernels = partial(choose, kernels=Traceable, writers=TraceableWriter, compile=plainly)
-    model.choose = by_kernels  # type: ignore[assignment]
+    model.choose = partial(choose, kernels=Traceable, **KERNELS)  # type: ignore[assignment]
     host.main(sys.argv[1:])

@@ -1,8 +1,9 @@
 """Groups of devices on MLX's own distributed engine: one process, a rank, for each device.
 
-Backends are MLX's: NCCL on NVIDIA GPUs, the ring over sockets elsewhere. Both read their settings
-from environment variables when a group is made. Sources: mlx/distributed/ring/ring.cpp,
-mlx/distributed/nccl/nccl.cpp, and mlx/_distributed_utils/launch.py for what `mlx.launch` sets.
+Backends are MLX's: NCCL on NVIDIA GPUs, the ring over sockets elsewhere, Open MPI where the owner
+says so. All read their settings from environment variables when a group is made. Sources:
+mlx/distributed/ring/ring.cpp, mlx/distributed/nccl/nccl.cpp, mlx/distributed/mpi/mpi.cpp, and
+mlx/_distributed_utils/launch.py for what `mlx.launch` sets.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,8 +24,9 @@ import mlx.core as mx
 
 from mlx_manager.mlx_server.devices import table as devices
 from mlx_manager.mlx_server.errors import ModelLoadFailed
+from mlx_manager.mlx_server.settings import Distributed
 
-BackendName = Literal["ring", "nccl", "jaccl", "jaccl-ring"]
+BackendName = Literal["ring", "nccl", "jaccl", "jaccl-ring", "mpi"]
 LOOPBACK = "127.0.0.1"
 CARDS = "CUDA_VISIBLE_DEVICES"
 """Name of CUDA's environment variable with the cards that a process may use."""
@@ -31,6 +34,10 @@ FIRST_PORT = 32323
 """Number of the first port that `mlx.launch` takes."""
 FREED = 2**28
 """Bytes of freed buffers that a rank other than 0 keeps, in memory that others use, too."""
+MPI_LIBRARY = "MLX_MPI_LIBNAME"
+"""Name of MLX's variable with the name of MPI's library."""
+OPEN_MPI = "libmpi.so.40"
+"""The library's name on Linux without the packages to build programs with: Open MPI 2 to 5."""
 FAILED = (RuntimeError, ValueError)
 """Errors of MLX's over a group that can't be made."""
 
@@ -96,13 +103,14 @@ def share_memory() -> bool:
     return devices.current().kind != "cuda"
 
 
-def here(size: int) -> RankHosts:
+def here(size: int, distributed: Distributed = "auto") -> RankHosts:
     """Return so many devices of this machine, which meet on the loopback address."""
-    return RankHosts(backend_here(), tuple(RankHost() for _ in range(size)))
+    backend = backend_here() if distributed == "auto" else distributed
+    return RankHosts(backend, tuple(RankHost() for _ in range(size)))
 
 
-def members(hosts: RankHosts) -> list[Membership]:
-    """Return the places of a group.
+def members(hosts: RankHosts, places: Sequence[Mapping[str, str]] = ()) -> list[Membership]:
+    """Return the places of a group. places: the environment of each, where mpirun has made them.
 
     Raises:
         OSError: there are no free ports.
@@ -123,9 +131,14 @@ def members(hosts: RankHosts) -> list[Membership]:
             if hosts.backend == "jaccl-ring":
                 environment |= {"MLX_JACCL_RING": "1"}
             files = {"MLX_IBV_DEVICES": json.dumps([host.rdma for host in hosts.hosts])}
+        case "mpi":
+            assert len(places) == size, "mpirun has made a place for each"
+            if sys.platform == "linux":
+                environment.setdefault(MPI_LIBRARY, os.environ.get(MPI_LIBRARY, OPEN_MPI))
+    owns = places or [{"MLX_RANK": str(rank)} for rank in range(size)]
     return [
-        Membership(rank, size, hosts.backend, {**environment, "MLX_RANK": str(rank)}, files)
-        for rank in range(size)
+        Membership(rank, size, hosts.backend, {**environment, **own}, files)
+        for rank, own in enumerate(owns)
     ]
 
 
@@ -174,17 +187,26 @@ def join(member: Membership) -> mx.distributed.Group:
         except FAILED as error:
             raise ModelLoadFailed(
                 f"MLX makes no group of {member.size} devices by {member.backend}: {error}"
+                f"{_hint(member)}"
             ) from error
     # Without its library, a backend may make a group of one and say nothing.
     if (group.size(), group.rank()) != (member.size, member.rank):
         raise ModelLoadFailed(
             f"MLX has made a group of {group.size()} by {member.backend}, in which this is rank "
-            f"{group.rank()}; rank {member.rank} of {member.size} was asked for."
+            f"{group.rank()}; rank {member.rank} of {member.size} was asked for.{_hint(member)}"
         )
     if member.rank and share_memory():
         # Rank 0's ledger does not see these.
         mx.set_cache_limit(FREED)
     return group
+
+
+def _hint(member: Membership) -> str:
+    """Return what an error over the group is told besides."""
+    if member.backend != "mpi":
+        return ""
+    library = os.environ.get(MPI_LIBRARY, "its own name for it")
+    return f" (MLX looks for Open MPI's library by {library}; {MPI_LIBRARY} names another.)"
 
 
 def from_first(group: mx.distributed.Group, array: mx.array) -> mx.array:

@@ -57,12 +57,14 @@ class AloneForward(PlainForward):
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         logits = []
+        out: mx.array | None = None
         if decode:
             angles = angles_in(decode, [])
             for i, key in enumerate(decode.keys):
                 own = None if angles is None else mx.array(angles[i : i + 1])
                 self._pass.begin(None, own)
-                logits.append(self._row(key, decode.tokens[i : i + 1][None]))
+                out = self._row(key, _behind(decode.tokens[i : i + 1][None], out))
+                logits.append(out)
         for chunk in chunks:
             if chunk.span.runs:
                 raise GenerationFailed(
@@ -72,7 +74,7 @@ class AloneForward(PlainForward):
             angles = chunk.angles
             insertion = None if chunk.shown is None else Insertion(chunk.shown)
             self._pass.begin(insertion, None if angles is None else mx.array(angles))
-            out = self._row(chunk.key, mx.array([tokens_of(chunk)], mx.int32))
+            out = self._row(chunk.key, _behind(mx.array([tokens_of(chunk)], mx.int32), out))
             if chunk.every:
                 logits.append(out)
             elif chunk.final:
@@ -102,3 +104,11 @@ class AloneForward(PlainForward):
             own = self._own[key] = make_prompt_cache(self._model)
         logits: mx.array = self._model(tokens, cache=own)[0]
         return logits
+
+
+def _behind(tokens: mx.array, before: mx.array | None) -> mx.array:
+    """Return a row's tokens, which on a GPU depend on the logits `before` them, as by an added 0:
+    sums over ranks that nothing orders are done in any order there, by each rank in its own."""
+    if before is None or mx.default_device() == mx.cpu:
+        return tokens
+    return tokens + (before.reshape(-1)[:1] < -mx.inf).astype(tokens.dtype)

@@ -33,14 +33,21 @@ from mlx_manager.mlx_server.execution.alone import AloneForward
 from mlx_manager.mlx_server.execution.attention.paged import KeyAccess
 from mlx_manager.mlx_server.execution.caches import shapes_of
 from mlx_manager.mlx_server.execution.compiled import WRONG, Compile
-from mlx_manager.mlx_server.execution.decoder.check import check
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.forward import FusedForward
 from mlx_manager.mlx_server.execution.decoder.joined import join
 from mlx_manager.mlx_server.execution.forward import Forward, NotApplicable
 from mlx_manager.mlx_server.execution.group.crew import Crew
 from mlx_manager.mlx_server.execution.group.leader import GroupForward
-from mlx_manager.mlx_server.execution.group.plan import Eyes, Make, Refer
+from mlx_manager.mlx_server.execution.group.plan import (
+    Compare,
+    Eyes,
+    Form,
+    Make,
+    Order,
+    Refer,
+    Warm,
+)
 from mlx_manager.mlx_server.execution.images import VisionTraits
 from mlx_manager.mlx_server.execution.module.over_pages import GATHERING, OverPages
 from mlx_manager.mlx_server.execution.module.ragged import RaggedForward
@@ -94,8 +101,7 @@ def choose(  # noqa: PLR0917
     compile: compiles steps, where there are kernels. kv_bits: 8 for keys and values in 8 bits,
     which MLX's own operations write, and `coded` are kernels for running rows to read. doing: told
     what is begun. vision: of a model that sees; what is compared are texts. crew: the other ranks,
-    where the model is one rank's share; it is then run as a module, since our decoder reads whole
-    models.
+    where the model is one rank's share.
 
     Raises:
         ModelNotSupported: the model's own pass fails on this machine, or gives no numbers; or its
@@ -104,28 +110,18 @@ def choose(  # noqa: PLR0917
     doing("it is run as it is, to compare with")
     if kv_bits == 8 and crew is not None:
         raise _refused("it is spread over several devices")
-    modules = Ways(model, page_size, kernels, writers, compile, coded)
+    modules = Ways(
+        model, page_size, kernels, writers, compile, coded, deltas, latents, shorts, vision
+    )
     if crew is not None:
         crew.tell(Refer(page_size))
     reference = Reference.of(model, page_size)
     if kv_bits != 8:
         modules.check_chunks(doing)
-    if crew is None:
-        build = partial(
-            FusedDecoder.build,
-            model,
-            page_size,
-            modules.kernels.find,
-            compile=compile,
-            deltas=deltas,
-            latents=latents,
-            shorts=shorts,
-            mrope=None if vision is None else vision.mrope,
-        )
-        ways = _ways(modules, build, reference, doing, vision, kv_bits)
-    else:
-        ways = _ways_in_group(crew, modules, reference, vision)
-    forward = _first_right(model, ways, modules, doing) or _by_row(modules, vision, crew)
+    if crew is not None:
+        reference.before_more = partial(crew.tell, Refer(page_size, again=True))
+    ways = _ways(modules, crew, reference, doing, kv_bits)
+    forward = _first_right(model, ways, modules, doing) or _made(modules, crew, "alone")
     if kv_bits == 8:
         doing("its keys and values in 8 bits are compared")
         _keep_in_8_bits(forward, reference, modules.kernels)
@@ -156,10 +152,10 @@ MODULES = (
 
 
 class Ways:
-    """Ways of running mlx-lm's module `model` on this machine, in pages of so many tokens.
+    """Ways of running `model`, one of mlx-lm's, on this machine, in pages of so many tokens.
 
-    build, writers, coded: builders of a GPU's kernels. compile: compiles steps, where there are
-    kernels.
+    build, writers, coded, deltas, latents, shorts: builders of a GPU's kernels. compile: compiles
+    steps, where there are kernels. vision: of a model that sees.
 
     Attributes:
         kernels: those of this model.
@@ -173,12 +169,27 @@ class Ways:
         writers: BuildWriter = attention.build_writer,
         compile: Compile = mx.compile,
         coded: BuildCoded = attention.checked_coded,
+        deltas: BuildDelta = recurrent.build,
+        latents: BuildLatents = attention.build_latents,
+        shorts: BuildShort = short.build,
+        vision: VisionTraits | None = None,
     ) -> None:
         compute_chunks(model)
         self.model = model
         self.page_size = page_size
         self.kernels = KernelSet(build, build_writer=writers, build_coded=coded)
+        self.vision = vision
         self._compile = compile
+        self._build_decoder = partial(
+            FusedDecoder.build,
+            model,
+            page_size,
+            self.kernels.find,
+            compile=compile,
+            deltas=deltas,
+            latents=latents,
+            shorts=shorts,
+        )
 
     def check_chunks(self, doing: Doing = unheard) -> None:
         """Check a GPU's kernels for prompts."""
@@ -188,17 +199,28 @@ class Ways:
                 self.kernels.chunks(shape)
 
     def make(
-        self, reading: KeyAccess | None, by_kernels: bool, vision: VisionTraits | None
+        self, form: Form, reading: KeyAccess | None = None, by_kernels: bool = False
     ) -> Forward:
-        """Return the module over pages: all tokens in one pass if all that layers keep is on pages
-        and attention reads it there, else rows and chunks apart. Without a `reading`, return the
-        module with each row alone.
+        """Return the model in a form; nothing has been compared yet. A module over pages has all
+        tokens in one pass if all that layers keep is on pages and attention reads it there
+        (`reading`), else rows and chunks apart.
 
         Raises:
-            NotApplicable: pages cannot hold what the module's layers keep.
+            NotApplicable: there is no such form of this model here.
         """
-        if reading is None:
-            return AloneForward(self.model, vision)
+        mrope = None if self.vision is None else self.vision.mrope
+        match form:
+            case "fused":
+                decoder = self._build_decoder(mrope=mrope)
+                if isinstance(decoder, Unsupported):
+                    raise NotApplicable(decoder.reason)
+                stores = decoder.stores(self.page_size, self.kernels)
+                return FusedForward(stores, decoder, self.page_size, self.kernels.order)
+            case "joined":
+                return join(self.model, self.page_size, mrope)
+            case "alone":
+                return AloneForward(self.model, self.vision)
+        assert reading is not None, "a module over pages is told where attention reads"
         kernels = self.kernels if by_kernels else None
         over: type[RaggedForward | SeparateForward] = SeparateForward
         if reading not in GATHERING:
@@ -206,66 +228,44 @@ class Ways:
                 over = RaggedForward
             elif reading is KeyAccess.HANDED_ON:
                 raise NotApplicable("layers that keep another state hand nothing on")
-        return over(self.model, self.page_size, reading, kernels, self._compile, vision=vision)
+        return over(self.model, self.page_size, reading, kernels, self._compile, vision=self.vision)
 
 
-def _ways(  # noqa: PLR0917
-    modules: Ways,
-    build: Callable[[], FusedDecoder | Unsupported],
-    reference: Reference,
-    doing: Doing,
-    vision: VisionTraits | None,
-    kv_bits: KVBits,
+def _ways(
+    modules: Ways, crew: Crew | None, reference: Reference, doing: Doing, kv_bits: KVBits
 ) -> list[Callable[[], Forward]]:
-    """Return the ways of running a whole model, the fastest first."""
-    model, kernels = modules.model, modules.kernels
-    mrope = None if vision is None else vision.mrope
+    """Return the ways of running a model, the fastest first."""
     # Kernels write no codes.
     wanted = [way for way in MODULES if kv_bits != 8 or not way[1]]
-    others: list[Callable[[], Forward]] = [partial(modules.make, *way, vision) for way in wanted]
-    others.insert(0 if kv_bits == 8 else 2, lambda: join(model, modules.page_size, mrope))
+    others = [partial(_made, modules, crew, "module", *way) for way in wanted]
+    others.insert(0 if kv_bits == 8 else 2, partial(_made, modules, crew, "joined"))
     ways: list[Callable[[], Forward]] = [partial(_compared, make, reference) for make in others]
     if kv_bits != 8:
-        ways.insert(0, partial(_fused, model, kernels, build, reference, doing))
+        ways.insert(0, partial(_fused, modules, crew, reference, doing))
     return ways
 
 
-def _ways_in_group(
-    crew: Crew, modules: Ways, reference: Reference, vision: VisionTraits | None
-) -> list[Callable[[], Forward]]:
-    """Return the ways of running rank 0's share of a model, the fastest first."""
-    reference.before_more = partial(crew.tell, Refer(modules.page_size, again=True))
-    return [
-        partial(_compared, partial(_in_group, crew, modules, *way, vision), reference)
-        for way in MODULES
-    ]
-
-
-def _in_group(
-    crew: Crew,
+def _made(
     modules: Ways,
-    reading: KeyAccess | None,
-    by_kernels: bool,
-    vision: VisionTraits | None,
-) -> GroupForward:
-    """Return a way of running rank 0's share, with the other ranks following.
+    crew: Crew | None,
+    form: Form,
+    reading: KeyAccess | None = None,
+    by_kernels: bool = False,
+) -> Forward:
+    """Return a form of the model, or of rank 0's share with the other ranks following.
 
     Raises:
-        NotApplicable: some rank can't run its share so.
+        NotApplicable: there is no such form, or some rank has none of its share.
     """
-    eyes = None if vision is None else Eyes(vision.mrope, vision.levels)
-    refused = crew.ask(Make(modules.page_size, reading, by_kernels, eyes))
-    inner = modules.make(reading, by_kernels, vision)
+    if crew is None:
+        return modules.make(form, reading, by_kernels)
+    seen = modules.vision
+    eyes = None if seen is None else Eyes(seen.mrope, seen.levels)
+    refused = crew.ask(Make(form, eyes, reading, by_kernels))
+    inner = modules.make(form, reading, by_kernels)
     if (reason := next(filter(None, refused), None)) is not None:
         raise NotApplicable(reason)
     return GroupForward(inner, crew)
-
-
-def _by_row(modules: Ways, vision: VisionTraits | None, crew: Crew | None) -> Forward:
-    """Return the module with each row alone."""
-    if crew is None:
-        return modules.make(None, False, vision)
-    return _in_group(crew, modules, None, False, vision)
 
 
 def _first_right(
@@ -281,7 +281,8 @@ def _first_right(
             modules.kernels.order.forget()
             reasons.append(str(error))
             continue
-        if isinstance(forward, RaggedForward) and forward.looks_ahead:
+        inner = forward.inner if isinstance(forward, GroupForward) else forward
+        if isinstance(inner, RaggedForward) and forward.looks_ahead:
             log.info("%s: steps are not fused: %s", name, reasons[0])
         for store in forward.stores:
             store.resize(0)
@@ -377,32 +378,29 @@ def _disagreement(forward: Forward, rows: ModuleSteps | None, reference: Referen
     return still_wrong
 
 
-def _fused(
-    model: nn.Module,
-    kernels: KernelSet,
-    build: Callable[[], FusedDecoder | Unsupported],
-    reference: Reference,
-    doing: Doing,
-) -> Forward:
+def _fused(modules: Ways, crew: Crew | None, reference: Reference, doing: Doing) -> Forward:
     """Return the fused decoder over a GPU's kernels.
 
     Raises:
         NotApplicable: there is no fused decoder for the model, or its logits are wrong.
     """
-    size = reference.page_size
-    decoder = build()
-    if isinstance(decoder, Unsupported):
-        raise NotApplicable(decoder.reason)
-    fused = FusedForward(decoder.stores(size, kernels), decoder, size, kernels.order)
+    model = modules.model
+    forward = _made(modules, crew, "fused")
+    fused = forward.inner if isinstance(forward, GroupForward) else forward
+    assert isinstance(fused, FusedForward)
+    # Sums over ranks are in both: all do them together.
+    tell: Callable[[Order], None] = (lambda order: None) if crew is None else crew.tell
     try:
-        wrong = check(decoder, model, size, doing=doing)
+        tell(Compare())
+        wrong = fused.compare(model, doing)
         if wrong is None:
-            wrong = reference.disagreement(fused)
+            wrong = reference.disagreement(forward)
         if wrong is None:
+            tell(Warm())
             fused.warm(doing)
     except WRONG as error:
         wrong = str(error)
     if wrong is not None:
         log.warning("%s: the fused decoder is not used: %s", type(model).__module__, wrong)
         raise NotApplicable(wrong)
-    return fused
+    return forward

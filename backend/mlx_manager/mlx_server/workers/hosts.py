@@ -59,6 +59,8 @@ def read_hostfile(path: Path) -> RankHosts:
     if backend not in get_args(BackendName):
         allowed = ", ".join(get_args(BackendName))
         raise _wrong(path, f"has the backend {backend!r}; allowed are {allowed}")
+    if backend == "mpi" and any(host.ssh is not None for host in hosts):
+        raise _wrong(path, "can't have other machines with the backend 'mpi'; `ring` joins them")
     for number, host in enumerate(hosts):
         # The others meet at the first one's; MLX writes them so for JACCL.
         if not host.ips and (backend == "ring" or number == 0):
@@ -120,7 +122,7 @@ def _wrong(path: Path, rule: str) -> ModelLoadFailed:
 
 def cards(hosts: RankHosts) -> list[dict[str, str]]:
     """Return the variables by which each rank sees a GPU of its own; none without NVIDIA's."""
-    if hosts.backend != "nccl":
+    if "nccl" not in (hosts.backend, backend_here()):
         return [{} for _ in hosts.hosts]
     before = Counter[str | None]()
     found = []

@@ -372,7 +372,7 @@ def hosts_of(asked: Prepare) -> RankHosts:
             "more (`devices`, `hostfile`)."
         )
     if file is None:
-        return here(own or asked.limits.devices)
+        return here(own or asked.limits.devices, asked.limits.distributed)
     hosts = read_hostfile(file)
     if own not in (None, len(hosts.hosts)):
         raise ModelLoadFailed(

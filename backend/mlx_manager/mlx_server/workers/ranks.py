@@ -20,6 +20,7 @@ from mlx_manager.mlx_server.models.loading.shards import ReadShare
 from mlx_manager.mlx_server.workers.channel import Channel
 from mlx_manager.mlx_server.workers.hosts import cards, command
 from mlx_manager.mlx_server.workers.messages import Prepare
+from mlx_manager.mlx_server.workers.mpirun import Mpirun
 from mlx_manager.mlx_server.workers.process import LogSettings, start_by, start_process
 from mlx_manager.mlx_server.workers.rank_messages import (
     Asked,
@@ -127,6 +128,7 @@ class Ranks:
         # None while a load goes on: what that is at is watched by the server.
         self._silence: float | None = None
         self._hosts = hosts
+        self._mpirun: Mpirun | None = None
         seats = list(enumerate(zip(hosts.hosts, cards(hosts), strict=True)))
         self._followers: list[FollowerProcess] = []
         try:
@@ -152,7 +154,10 @@ class Ranks:
         # To enter a group holds Python up until all are there: nobody goes before all can.
         for follower in self._followers:
             follower.answer()
-        own, *others = groups.members(self._hosts)
+        if self._hosts.backend == "mpi":
+            self._mpirun = Mpirun(self.size)
+        places = () if self._mpirun is None else self._mpirun.places
+        own, *others = groups.members(self._hosts, places)
         for follower, member in zip(self._followers, others, strict=True):
             follower.channel.send(Join(member))
         return groups.join(own)
@@ -182,6 +187,8 @@ class Ranks:
         for follower in self._followers:
             follower.process.kill()
             follower.channel.close()
+        if self._mpirun is not None:
+            self._mpirun.close()
 
     # -- as a `Spread`, on the MLX thread ------------------------------------------------------
 

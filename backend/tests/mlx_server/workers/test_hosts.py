@@ -56,6 +56,15 @@ def test_jaccl_is_told_as_mlx_launch_tells_it(tmp_path: Path) -> None:
     assert json.loads(member.files["MLX_IBV_DEVICES"]) == [[None, "rdma_en5"], ["rdma_en5", None]]
 
 
+def test_mpi_joins_no_other_machines(tmp_path: Path) -> None:
+    here = {"ssh": "localhost", "ips": ["127.0.0.1"]}
+    file = written(tmp_path, {"backend": "mpi", "hosts": [here, here]})
+    assert read_hostfile(file).backend == "mpi"
+    file = written(tmp_path, {"backend": "mpi", "hosts": [ONE, TWO]})
+    with pytest.raises(ModelLoadFailed, match="can't have other machines with the backend 'mpi'"):
+        read_hostfile(file)
+
+
 def test_hosts_by_jaccl_need_no_addresses_but_the_firsts(tmp_path: Path) -> None:
     """MLX's documentation writes such a file for `mlx.launch`."""
     one, two = RDMA
@@ -88,7 +97,7 @@ def test_another_host_is_asked_by_ssh_for_its_python() -> None:
         ([ONE, TWO | {"ssh": "-oProxyCommand=x"}], r"hosts\[1\].ssh"),
         ([ONE, {"ssh": "two"}], r"hosts\[1\].ips"),
         ([ONE, TWO | {"user": "me"}], r"'user' in hosts\[1\]; allowed are ips, python, rdma, ssh"),
-        ({"backend": "mpi", "hosts": [ONE, TWO]}, "'mpi'; allowed are ring, nccl, jaccl"),
+        ({"backend": "gloo", "hosts": [ONE, TWO]}, "'gloo'; allowed are ring, nccl, jaccl"),
         ({"backend": "jaccl", "hosts": [ONE, TWO]}, "`rdma`"),
         ({"envs": ["A"], "hosts": [ONE, TWO]}, "`envs`"),
         ({"envs": ["=1"], "hosts": [ONE, TWO]}, "`envs`"),

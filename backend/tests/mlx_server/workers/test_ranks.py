@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from here import start_here
+from linux import descendants, running
 from spread import GREEDY, asking, drawn, finished, spread_pool, text_of
-from thorough import slow
+from thorough import every_other, slow
 from tiny_models import make_tiny_model
 from tiny_vision import make_seeing_model, picture
 
@@ -25,11 +28,29 @@ from mlx_manager.mlx_server.core import (
     Message,
     Sampling,
 )
+from mlx_manager.mlx_server.errors import MLXManagerError, ModelLoadFailed, ModelNotSupported
+from mlx_manager.mlx_server.models.pool import ModelPoolManager
+from mlx_manager.mlx_server.workers.mpirun import Mpirun
 from mlx_manager.mlx_server.workers.process import start_process
 
-SHARED = ["qwen3_moe", "qwen3"]
-MORE = ["qwen2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "glm4_moe", "minimax", "ministral3"]
-STILL_MORE = ["deepseek_v2", "deepseek_v32", "deepseek_v41", "longcat_flash", "qwen3_5"]
+SHARED = {"qwen3_moe": "ragged", "qwen3": "fused"}
+MORE = {
+    "llama": "fused",
+    "qwen2": "fused",
+    "ministral3": "fused",
+    "gpt_oss": "ragged",
+    "glm4_moe": "ragged",
+    "minimax": "ragged",
+    "glm4_moe_lite": "separate",
+    "deepseek_v2": "ragged",
+    "deepseek_v3": "separate",
+    "deepseek_v32": "separate",
+    "deepseek_v41": "alone",
+    "longcat_flash": "separate",
+    "qwen3_5": "separate",
+}
+"""How shares of families of models are run on a CPU."""
+needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
 PAGE_BYTES = 2 * 2 * 2 * 64 * 4 * 16
 """Bytes of a page: two layers of two heads of 64, keys and values in float32, 16 tokens."""
 SCHEMA = {
@@ -57,9 +78,12 @@ def room(one: Mapping[str, int], pages: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "family", [*SHARED, *(pytest.param(each, marks=slow) for each in MORE + STILL_MORE)]
+    ("family", "kind"),
+    [*SHARED.items(), *(pytest.param(*each, marks=slow) for each in MORE.items())],
 )
-async def test_two_ranks_draw_the_tokens_of_one_process(tmp_path: Path, family: str) -> None:
+async def test_two_ranks_draw_the_tokens_of_one_process(
+    tmp_path: Path, family: str, kind: str
+) -> None:
     make_tiny_model(tmp_path / "m", family)
     asked = [asking(ids) for ids in prompts(10)]
     async with spread_pool(tmp_path, 1, start=start_here) as one:
@@ -68,7 +92,15 @@ async def test_two_ranks_draw_the_tokens_of_one_process(tmp_path: Path, family: 
         got = await drawn(two, "m", asked)
         assert await drawn(two, "m", asked[:3]) == wanted[:3]
         assert (await two.status("m")).devices == 2
+        assert await forward_of(two) == kind
     assert got == wanted
+
+
+async def forward_of(pool: ModelPoolManager) -> str:
+    """Return how the model is run."""
+    await pool.look()
+    kind: str = pool.figures()["engines"]["m"]["forward"]
+    return kind
 
 
 async def test_pauses_prefixes_schemas_and_drafts_are_as_on_one_device(tmp_path: Path) -> None:
@@ -116,11 +148,28 @@ async def test_pictures_are_seen_as_on_one_device(tmp_path: Path, kind: str) -> 
 
 
 @slow
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "fused"),
+        ("qwen3", "fused"),
+        ("qwen2", "fused"),
+        ("ministral3", "fused"),
+        # Experts, with shared ones beside them, with biases, behind a norm of their own.
+        ("qwen3_moe", "fused"),
+        ("glm4_moe", "fused"),
+        ("gpt_oss", "fused"),
+        # Latents, and states.
+        ("glm4_moe_lite", "fused"),
+        ("deepseek_v3", "fused"),
+        ("qwen3_5", "fused"),
+    ],
+)
 async def test_steps_that_are_queued_ahead_draw_the_same(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens that only rank 0's device knows go through the group."""
+    """As on a GPU: by our decoder, over kernels that any device has. Tokens that only rank 0's
+    device knows go through the group."""
     here = Path(__file__).parent.parent
     monkeypatch.setenv("PYTHONPATH", f"{here}{os.pathsep}{here.parent.parent}")
     make_tiny_model(tmp_path / "m", family)
@@ -130,15 +179,84 @@ async def test_steps_that_are_queued_ahead_draw_the_same(
     ahead = partial(start_process, program="portable_worker")
     async with spread_pool(tmp_path, start=ahead) as two:
         assert await drawn(two, "m", asked) == wanted
+        assert await forward_of(two) == kind
+
+
+PACKING = {"group_size": 32, "bits": 4}
 
 
 @slow
 @pytest.mark.parametrize("weights", ["keep", "dequantize"])
 async def test_packed_weights_are_shared_out_in_either_form(tmp_path: Path, weights: str) -> None:
-    packing = {"group_size": 32, "bits": 4}
-    make_tiny_model(tmp_path / "m", "qwen3", quantize=packing)
+    make_tiny_model(tmp_path / "m", "qwen3", quantize=PACKING)
     asked = [asking(ids) for ids in prompts(4)]
     async with spread_pool(tmp_path, 1, start=start_here, weights=weights) as one:
         wanted = await drawn(one, "m", asked)
     async with spread_pool(tmp_path, weights=weights) as two:
         assert await drawn(two, "m", asked) == wanted
+        assert await forward_of(two) == "fused"
+
+
+@slow
+async def test_groups_of_packed_weights_that_do_not_divide_are_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    make_tiny_model(tmp_path / "m", "llama", quantize=PACKING, intermediate_size=96)
+    refused = r"layers\.0\.mlp\.down_proj has 3 groups of 32 packed weights .* no multiple of 2"
+    async with spread_pool(tmp_path, weights="keep") as two:
+        with pytest.raises(ModelNotSupported, match=refused):
+            await drawn(two, "m", [asking([1, 2, 3])])
+    async with spread_pool(tmp_path, weights="dequantize") as two:
+        assert await drawn(two, "m", [asking([1, 2, 3])])
+
+
+@needs_mpi
+@pytest.mark.parametrize("family", every_other(["llama", "qwen3_moe"]))
+async def test_two_ranks_by_mpi_draw_the_tokens_of_one_process(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    make_tiny_model(tmp_path / "m", family)
+    asked = [asking(ids) for ids in prompts(5)]
+    async with spread_pool(tmp_path, 1, start=start_here) as one:
+        wanted = await drawn(one, "m", asked)
+    async with spread_pool(tmp_path, distributed="mpi") as two:
+        assert await drawn(two, "m", asked) == wanted
+        started = descendants(os.getpid())
+    async with asyncio.timeout(10):
+        while running(started):  # noqa: ASYNC110 other processes'
+            await asyncio.sleep(0.05)
+
+
+@slow
+@needs_mpi
+async def test_a_group_of_one_is_noticed_where_mlx_does_not_find_mpis_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    monkeypatch.setenv("MLX_MPI_LIBNAME", "libnothing.so")
+    make_tiny_model(tmp_path / "m", "llama")
+    async with spread_pool(tmp_path, distributed="mpi") as two:
+        with pytest.raises(MLXManagerError, match=r"by libnothing\.so; MLX_MPI_LIBNAME names"):
+            await drawn(two, "m", [asking([1, 2, 3])])
+
+
+def test_without_mpirun_mpi_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ModelLoadFailed, match=r"there is no mpirun on the PATH"):
+        Mpirun(2)
+
+
+def test_the_words_of_an_mpirun_that_makes_no_places_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "mpirun"
+    program.write_text("#!/bin/sh\necho 'There are not enough slots' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(ModelLoadFailed, match="2 ranks: There are not enough slots"):
+        Mpirun(2)

@@ -17,7 +17,7 @@ from mlx_manager.mlx_server.execution.decoder.projections import (
     Normed,
     Projection,
     Sum,
-    join,
+    join_output,
     norm_of,
 )
 
@@ -113,19 +113,20 @@ class NormedAndAdded(Addition):
         return self.width
 
 
-def addition_of(
+def addition_of(  # noqa: PLR0917
     layer: nn.Module,
     norm: nn.RMSNorm | None,
     few: ProductKernels | None,
     norm_for: NormFor,
     scale: mx.array | None = None,
+    group: mx.distributed.Group | None = None,
 ) -> Addition:
     """Return the addition of the product with `layer`, through `norm` if there is one.
 
     The layer's weights become views, as in `join`. few: kernels that multiply few rows, if the
-    device has any. scale: the factor of the sum, where there is a norm.
+    device has any. scale: the factor of the sum, where there is a norm. group: as in `join_output`.
     """
-    product = join([layer], few)
+    product = join_output(layer, few, group)
     if norm is None:
         return ProductAddition(product)
     serves = few is not None and few.sums.serves(norm.weight.size)

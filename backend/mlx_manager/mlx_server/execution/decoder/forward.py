@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
+from mlx import nn
 
 from mlx_manager.mlx_server.devices import table as devices
 from mlx_manager.mlx_server.devices.attention.splits import BlockKind
@@ -20,6 +21,7 @@ from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.execution.attention.paged import Span
 from mlx_manager.mlx_server.execution.base import OnPages, order_after
+from mlx_manager.mlx_server.execution.decoder.check import check
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
 from mlx_manager.mlx_server.execution.decoder.layers import Step, Store
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Prefixes, Snapshot
@@ -151,6 +153,11 @@ class FusedForward(OnPages):
 
     def keep_packed(self) -> None:
         self._decoder.keep_packed()
+
+    def compare(self, model: nn.Module, doing: Doing = unheard) -> str | None:
+        """Compare decode steps with those of `model`, the module that the decoder was made of; see
+        `check`."""
+        return check(self._decoder, model, self._page_size, doing=doing)
 
     def warm(self, doing: Doing = unheard) -> None:
         """Compile all kernels that steps and prompts need, which would otherwise delay the first

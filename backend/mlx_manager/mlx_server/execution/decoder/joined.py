@@ -216,10 +216,12 @@ class JoinedForward(OnPages):
         self._vocabulary = spec.vocabulary
         shapes = [LayerShape.of(layer.shape, layer.window) for layer in layers]
         self.stores = [LayerStore(shape, page_size) for shape in shapes]
+        # Sums over ranks of both halves would be under way at once.
+        self._halves = all(layer.group is None for layer in spec.layers)
         self._serves = False
 
     def serve(self) -> None:
-        self._serves = True
+        self._serves = self._halves
 
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         return shortest_first(lengths)

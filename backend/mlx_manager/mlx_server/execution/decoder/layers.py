@@ -104,7 +104,7 @@ class Block:
         return Block(
             norm=norm(around.pre),
             qkv=join(spec.qkv, few, 1 if isinstance(spec, AttentionSpec) else WHOLE),
-            output=addition_of(spec.output, around.post, few, norm),
+            output=addition_of(spec.output, around.post, few, norm, group=spec.group),
             mlp=mlp_of(spec.mlp, spec.mlp_norms, few, norm, None if own else scale),
             per_layer_input=None if own is None else PerLayerInput.of(own, few, norm, scale),
         )

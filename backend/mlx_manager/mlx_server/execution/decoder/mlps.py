@@ -126,13 +126,19 @@ class GatedMlp(Mlp):
 
 @dataclass(frozen=True, slots=True)
 class RoutedMlp(Mlp):
-    """Experts, multiplied by kernels of ours."""
+    """Experts, multiplied by kernels of ours. group: the ranks that have shares of each expert,
+    over which results are summed up; None for whole experts."""
 
     norm: RowNorm
     experts: Experts
     kernels: ExpertKernels
+    group: mx.distributed.Group | None = None
 
     def launches(self, added: Sum, following: RowNorm | None) -> tuple[list[mx.array], Sum]:
+        if self.group is not None:
+            made = self.alone(added.rows)
+            result = added.rows + mx.distributed.all_sum(made[-1], group=self.group)
+            return made, Sum.alone(result)
         *made, result = self.kernels(added.rows, self.norm, self.experts)
         return made, Sum.alone(result)
 
@@ -199,7 +205,7 @@ def mlp_of(
     """
     match spec:
         case MLPSpec():
-            down = addition_of(spec.down, norms.post, few, norm_for, scale)
+            down = addition_of(spec.down, norms.post, few, norm_for, scale, spec.group)
             return _gated(spec, down, norm_for(norms.pre), few)
         case MLPAndMoESpec():
             down = _beside(spec, norms, few, scale)
@@ -252,7 +258,7 @@ def _routed(spec: MoESpec, norm: nn.RMSNorm, few: ProductKernels | None) -> Rout
     if not few.experts.serves(experts):
         raise NotFusable("experts that the kernels do not serve")
     joined.hand_back()
-    return RoutedMlp(norm_of(norm), experts, few.experts)
+    return RoutedMlp(norm_of(norm), experts, few.experts, spec.group)
 
 
 class _Joined:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -24,6 +24,7 @@ from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     Weight,
 )
 from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
+from mlx_manager.mlx_server.execution.spec.parts import DENSE, PACKED
 
 MOST_PACKED = 8
 """Largest number of rows that are multiplied by packed weights where dense ones exist beside them.
@@ -343,8 +344,36 @@ class OfItsOwn(OneProduct):
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class Summed(OneProduct):
+    """Sum over all ranks of products, each with a rank's share of the inputs.
+
+    own: this rank's, without the bias, which is added once.
+    """
+
+    own: Projection
+    bias: mx.array | None
+    group: mx.distributed.Group
+
+    @property
+    def weight(self) -> mx.array:
+        return self.own.weight
+
+    @property
+    def unpacked(self) -> Self:
+        return replace(self, own=self.own.unpacked)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        return self.own.unpacked_bytes
+
+    def _product(self, x: mx.array) -> mx.array:
+        out = mx.distributed.all_sum(self.own.alone(x), group=self.group)
+        return out if self.bias is None else out + self.bias
+
+
 Head = Dense | Quantized | Twofold
-Projection = Head | OfItsOwn
+Projection = Head | OfItsOwn | Summed
 
 
 def _if_served(few: ProductKernels | None, weight: Weight) -> ProductKernels | None:
@@ -387,6 +416,21 @@ def _geglu(gate: mx.array, up: mx.array) -> mx.array:
     return gated
 
 
+def join_output(
+    layer: nn.Module, few: ProductKernels | None, group: mx.distributed.Group | None
+) -> Projection:
+    """Return the product with a layer behind attention or an MLP.
+
+    group: the ranks that have shares of its inputs, over which products are summed up; None for a
+    whole layer.
+    """
+    if group is None:
+        return join([layer], few)
+    share = copy(layer)
+    bias = share.pop("bias", None)
+    return Summed(join([share], few), bias, group)
+
+
 def join(linears: Sequence[nn.Module], few: ProductKernels | None, multiple: int = 1) -> Projection:
     """Return one product for several layers of the same input.
 
@@ -406,9 +450,9 @@ def join(linears: Sequence[nn.Module], few: ProductKernels | None, multiple: int
             starts = stops
     layer = copy(first)
     layer.update(joined)
-    if isinstance(first, nn.QuantizedLinear):
+    if isinstance(first, PACKED):
         return Quantized.of(packing_of(layer), layer.get("bias"), few)
-    if type(first) is not nn.Linear:
+    if type(first) not in DENSE:
         return OfItsOwn(layer)
     return _dense(layer, few)
 

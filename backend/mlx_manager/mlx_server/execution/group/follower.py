@@ -13,6 +13,7 @@ from mlx_manager.mlx_server.devices.dtypes import dtype_named
 from mlx_manager.mlx_server.devices.group import from_first
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.execution.compiled import WRONG
+from mlx_manager.mlx_server.execution.decoder.forward import FusedForward
 from mlx_manager.mlx_server.execution.forward import (
     Chunk,
     Decode,
@@ -24,6 +25,7 @@ from mlx_manager.mlx_server.execution.group.leader import shared, span_of
 from mlx_manager.mlx_server.execution.group.plan import (
     Abandon,
     Clear,
+    Compare,
     Compiling,
     Drop,
     Finish,
@@ -41,6 +43,7 @@ from mlx_manager.mlx_server.execution.group.plan import (
     Serve,
     ShownRows,
     Snap,
+    Warm,
 )
 from mlx_manager.mlx_server.execution.images import Features, Shown
 from mlx_manager.mlx_server.execution.module.over_pages import OverPages
@@ -68,6 +71,8 @@ class Follower:
         self._tables: dict[int, PageTable] = {}
         self._kept: dict[int, Snapshot] = {}
         self._under_way: deque[mx.array] = deque()
+        # A pass of which some pieces have not been queued.
+        self._waiting: mx.array | None = None
 
     def do(self, order: Order) -> str | None:
         """Do what rank 0 says; return why it can't be done, where rank 0 has asked.
@@ -85,6 +90,8 @@ class Follower:
                 self._reference.from_itself()
             case Make():
                 return self._make(order)
+            case Compare() | Warm():
+                self._try(order)
             case Run() | Finish() | Abandon() | Serve() | Compiling():
                 self._go_on(order)
             case Resize(pages):
@@ -107,10 +114,26 @@ class Follower:
         self._forward = None
         self._tables.clear()
         try:
-            self._forward = self._ways.make(order.reading, order.kernels, order.sight)
+            self._ways.vision = order.sight
+            self._forward = self._ways.make(order.form, order.reading, order.kernels)
         except (NotApplicable, *WRONG) as error:
             return str(error)
         return None
+
+    def _try(self, order: Compare | Warm) -> None:
+        """Do with the fused decoder as rank 0 does, which finds what is wrong at the same place."""
+        fused = self._runs
+        assert isinstance(fused, FusedForward)
+        wrong: str | None = None
+        try:
+            if isinstance(order, Compare):
+                wrong = fused.compare(self._model)
+            else:
+                fused.warm()
+        except WRONG as error:
+            wrong = str(error)
+        if wrong is not None:
+            log.warning("this rank's share can't be run by the fused decoder: %s", wrong)
 
     def _go_on(self, order: Order) -> None:
         forward = self._runs
@@ -125,6 +148,7 @@ class Follower:
                     log.debug("a way to run it can't be used: %s", error)
             case Finish():
                 forward.finish()
+                self._queue()
             case Abandon():
                 forward.abandon()
             case Serve():
@@ -166,8 +190,15 @@ class Follower:
         for key, more in order.tables.items():
             self._extend(key, more)
         decode = None if order.rows is None else self._decode(order.rows)
-        logits = forward.run(decode, [self._chunk(piece) for piece in order.pieces])
-        # As rank 0 does, from the same arrays.
+        self._waiting = forward.run(decode, [self._chunk(piece) for piece in order.pieces])
+        if not (self._serves and forward.unfinished):
+            self._queue()
+
+    def _queue(self) -> None:
+        """Queue the last pass, from the same arrays as rank 0 does."""
+        if self._waiting is None:
+            return
+        forward, logits, self._waiting = self._runs, self._waiting, None
         mx.async_eval(logits, forward.state())  # type: ignore[no-untyped-call]
         self._under_way.append(logits)
         most = AHEAD if forward.looks_ahead else 1

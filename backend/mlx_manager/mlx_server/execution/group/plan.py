@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_manager.mlx_server.execution.attention.paged import KeyAccess
 from mlx_manager.mlx_server.execution.images import MRope
+
+Form = Literal["fused", "joined", "module", "alone"]
+"""Form in which a model is run: our decoder over a GPU's kernels, or with joined products on a CPU;
+mlx-lm's module over pages, or each row alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +41,23 @@ class Refer:
 class Make:
     """Make a way of running the model; the answer says why it can't be made, or None.
 
-    reading: None for each row alone. kernels: with a GPU's kernels.
+    reading, kernels: of a module over pages, whether attention is by a GPU's kernels.
     """
 
-    page_size: int
-    reading: KeyAccess | None
-    kernels: bool
+    form: Form
     sight: Eyes | None
+    reading: KeyAccess | None = None
+    kernels: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """Compare the fused decoder with the module. Rank 0 does so at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Compile the fused decoder's kernels. Rank 0 does so at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,4 +203,6 @@ Order = (
     | Compiling
     | Refer
     | Make
+    | Compare
+    | Warm
 )

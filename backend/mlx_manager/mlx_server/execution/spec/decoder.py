@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx import nn
+from mlx_lm.models.base import gather_last_axis
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape
@@ -95,7 +96,8 @@ class DecoderSpec:
     for each layer, the number of its kind among them; 0 for a layer without rotation. scale: the
     factor of embeddings, a number of the layers' type, if there is one. head: the module with the
     vocabulary's weights, `embed` or a layer of its own. softcap: that of logits, if there is one.
-    per_layer: the maker of the layers' own inputs, if there are any.
+    per_layer: the maker of the layers' own inputs, if there are any. group: the ranks that have
+    shares of the vocabulary, in their order; None where `head` has all of it.
     """
 
     layers: list[AnyLayer]
@@ -108,6 +110,7 @@ class DecoderSpec:
     head: nn.Module
     softcap: float | None
     per_layer: PerLayerEmbedding | None
+    group: mx.distributed.Group | None = None
 
     @staticmethod
     def of(model: nn.Module, page_size: int, mrope: MRope | None = None) -> DecoderSpec:
@@ -152,6 +155,7 @@ class DecoderSpec:
             text.get("lm_head", body.embed_tokens),
             getattr(text, "final_logit_softcapping", None),
             per_layer,
+            getattr(text, "sharding_group", None),
         )
 
     def embedded(self, tokens: mx.array) -> mx.array:
@@ -161,7 +165,10 @@ class DecoderSpec:
 
     def vocabulary(self, hidden: mx.array) -> mx.array:
         """Return the logits, (rows, vocabulary), of rows behind the last norm."""
-        return self.capped((self.embed.as_linear if self.head is self.embed else self.head)(hidden))
+        logits = (self.embed.as_linear if self.head is self.embed else self.head)(hidden)
+        if self.group is not None:
+            logits = gather_last_axis(logits, self.group)
+        return self.capped(logits)
 
     def capped(self, logits: mx.array) -> mx.array:
         """Return `logits` behind their soft cap, if they have one."""

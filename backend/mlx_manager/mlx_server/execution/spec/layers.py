@@ -26,6 +26,7 @@ from mlx_manager.mlx_server.execution.spec.parts import (
     declared,
     expect,
     first_of,
+    group_of,
     is_one_of,
     linears_in,
     norm_in,
@@ -88,7 +89,8 @@ class LayerSpec(ABC):
 
     qkv: the projections that make that operation's input. output: the projection of its result.
     per_layer_input: the product of the layer's own input of each token, if it has one.
-    layer_scale: (1,), the factor of the layer's result, if it has one.
+    layer_scale: (1,), the factor of the layer's result, if it has one. group: the ranks that have
+    shares of the heads, over which results of `output` are summed up; None for whole layers.
     """
 
     qkv: tuple[nn.Module, ...]
@@ -98,6 +100,7 @@ class LayerSpec(ABC):
     mlp_norms: Norms
     per_layer_input: PerLayerInputSpec | None = field(default=None, kw_only=True)
     layer_scale: mx.array | None = field(default=None, kw_only=True)
+    group: mx.distributed.Group | None = field(default=None, kw_only=True)
 
     def weights(self) -> list[mx.array]:
         """Return the arrays of the layer's parts, and those made of them. All must be evaluated
@@ -177,9 +180,11 @@ class AttentionSpec(LayerSpec):
         dims, traditional = turned(attention.rope)
         expect(traditional or dims % 16 == 0, f"rotation of {dims} elements")
         scaled = is_one_of(block, MODULES.scaled_layers)
+        output = linears_in(attention, (names.output,))[0]
         return AttentionSpec(
             qkv=qkv,
-            output=linears_in(attention, (names.output,))[0],
+            output=output,
+            group=group_of(output),
             mlp=mlp,
             attention_norms=attention_norms,
             mlp_norms=mlp_norms,
@@ -261,9 +266,11 @@ class MLASpec(LayerSpec):
             values=expand.weight.shape[1],
         )
         _, traditional = turned(own.rope)
+        output = linears_in(own, ("o_proj",))[0]
         return MLASpec(
             qkv=qkv,
-            output=linears_in(own, ("o_proj",))[0],
+            output=output,
+            group=group_of(output),
             mlp=mlp,
             attention_norms=attention_norms,
             mlp_norms=mlp_norms,
@@ -323,9 +330,9 @@ class DeltaSpec(LayerSpec):
             sum(linear.weight.shape[0] for linear in linears) == shape.columns,
             "projections of other sizes",
         )
-        return DeltaSpec(
-            linears, linears_in(own, ("out_proj",))[0], mlp, norms, mlp_norms, shape, given
-        )
+        output = linears_in(own, ("out_proj",))[0]
+        group = getattr(own, "sharding_group", None)
+        return DeltaSpec(linears, output, mlp, norms, mlp_norms, shape, given, group=group)
 
     def _own_weights(self) -> list[mx.array]:
         given = self.given

@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.execution.spec.parts import (
     NotFusable,
     declared,
     expect,
+    group_of,
     is_one_of,
     linears_in,
     norm_in,
@@ -45,11 +46,12 @@ _SCORES = {"softmax": ExpertScoring.SOFTMAX, "sigmoid": ExpertScoring.SIGMOID}
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
-    """MLP of `down(activation(gate, up))`."""
+    """MLP of `down(activation(gate, up))`. group: as in `LayerSpec`."""
 
     gate_up: tuple[nn.Module, ...]
     down: nn.Module
     activation: Activation
+    group: mx.distributed.Group | None = None
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
@@ -161,7 +163,7 @@ class MoESpec:
 
     gate_up: two layers of all experts, as `down` is one. shared: the shared experts, if there are
     any. router_norm: (width,), the weights of the norm before the router, if it differs from that
-    before the experts.
+    before the experts. group: as in `LayerSpec`; the router is on every rank.
     """
 
     router: nn.Module
@@ -171,6 +173,7 @@ class MoESpec:
     activation: Activation
     shared: SharedExpertsSpec | None = None
     router_norm: mx.array | None = None
+    group: mx.distributed.Group | None = None
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
@@ -193,6 +196,8 @@ class MoESpec:
         router, experts = (mlp[name] for name in named)
         routing = RoutingSpec.of(mlp, router)
         found = None if routing is None else MoESpec._through(router, experts, routing)
+        if found is not None:
+            found = replace(found, group=getattr(mlp, "sharding_group", None))
         if found is None or sharing is None:
             return found
         shared = SharedExpertsSpec.of(mlp, sharing, (*found.gate_up, found.down))
@@ -262,6 +267,7 @@ class MLPAndMoESpec:
         """
         if not isinstance(mlp, MLPSpec):
             raise NotFusable("experts beside an MLP of other parts")
+        expect(mlp.group is None, "experts beside an MLP, in shares")
         pre = norm_in(block.pre_feedforward_layernorm_2)
         post = [norm_in(block[f"post_feedforward_layernorm_{number}"]) for number in (1, 2)]
         return MLPAndMoESpec(mlp, MoESpec.beside(block, pre), pre, (post[0], post[1]))
@@ -280,7 +286,7 @@ def mlp_in(mlp: nn.Module) -> MLPSpec | MoESpec:
         if parts_of(mlp) == {*names.gate_up, names.down}:
             activation = Activation.GELU if is_one_of(mlp, MODULES.gelu) else Activation.SILU
             down = linears_in(mlp, (names.down,))[0]
-            return MLPSpec(linears_in(mlp, names.gate_up), down, activation)
+            return MLPSpec(linears_in(mlp, names.gate_up), down, activation, group_of(down))
     found = MoESpec.of(mlp)
     if found is None:
         raise NotFusable("an MLP of other parts")

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_manager.mlx_server.models.families import MODULES
 
 T = TypeVar("T")
+DENSE = (nn.Linear, nn.AllToShardedLinear, nn.ShardedToAllLinear)
+"""Layers of a dense weight, whole or a rank's share."""
+PACKED = (nn.QuantizedLinear, nn.QuantizedAllToShardedLinear, nn.QuantizedShardedToAllLinear)
+"""Layers of a packed weight, whole or a rank's share."""
+_SUMMED = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
 
 
 class NotFusable(Exception):
@@ -84,13 +90,24 @@ def linears_in(parent: nn.Module, names: Sequence[str]) -> tuple[nn.Module, ...]
     """
     linears = tuple(parent[name] for name in names)
     kinds = set(map(stored, linears))
-    known = all(isinstance(x, nn.Linear) or type(x) is nn.QuantizedLinear for x in linears)
+    known = all(isinstance(x, nn.Linear) or type(x) in (*DENSE, *PACKED) for x in linears)
     expect(known and len(kinds) == 1, "projections of other kinds, or of several")
     expect(len({frozenset(dict(x)) for x in linears}) == 1, "a bias on some projections only")
     return linears
 
 
 def stored(layer: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for layers of one kind whose weights are stored alike."""
-    is_packed = type(layer) in (nn.QuantizedLinear, QuantizedSwitchLinear)
-    return (type(layer), *((layer.group_size, layer.bits, layer.mode) if is_packed else ()))
+    """Return a key that is equal for layers of one kind whose weights are stored alike; a rank's
+    share is stored as a whole weight is."""
+    if type(layer) in DENSE:
+        return (nn.Linear,)
+    if type(layer) in (*PACKED, QuantizedSwitchLinear):
+        kind = QuantizedSwitchLinear if type(layer) is QuantizedSwitchLinear else PACKED[0]
+        return (kind, layer.group_size, layer.bits, layer.mode)
+    return (type(layer),)
+
+
+def group_of(layer: nn.Module) -> mx.distributed.Group | None:
+    """Return the ranks over which the products with a layer's shares are summed up; None for a
+    layer that is whole, or that makes a share of the outputs."""
+    return layer.group if type(layer) in _SUMMED else None

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import version
+from operator import itemgetter
 from typing import Protocol
 
 import mlx.core as mx
 from mlx import nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.models.facts import FormName
@@ -26,6 +28,8 @@ NOT_SHARED = (
     AssertionError,
 )
 """Errors of mlx-lm's `shard` over a model that does not divide."""
+BEHIND = frozenset({"o_proj", "out_proj", "down_proj"})
+"""Names of the layers that mlx-lm divides along their inputs."""
 ON_ONE = "`devices = 1` in its settings runs it on one device."
 
 
@@ -99,7 +103,7 @@ def shard(model_id: str, model: nn.Module, group: mx.distributed.Group) -> None:
     try:
         holder.shard(group)
     except NOT_SHARED as error:
-        reason = (str(error) or type(error).__name__).removesuffix(".")
+        reason = _packing(holder, size) or (str(error) or type(error).__name__).removesuffix(".")
         raise ModelNotSupported(
             f"{model_id} can't be spread over {size} devices: {reason}. {ON_ONE}"
         ) from error
@@ -111,6 +115,21 @@ def shard(model_id: str, model: nn.Module, group: mx.distributed.Group) -> None:
                 f"{model_id} can't be spread over {size} devices: {whole} ({name} of {path}) is no "
                 f"multiple of {size}. {ON_ONE}"
             )
+
+
+def _packing(model: nn.Module, size: int) -> str | None:
+    """Return why the packed weights of a layer that is still whole don't divide along their inputs,
+    as those behind attention and in MLPs must; None if all do."""
+    for path, module in sorted(model.named_modules(), key=itemgetter(0)):
+        if not isinstance(module, nn.QuantizedLinear | QuantizedSwitchLinear):
+            continue
+        name, groups = path.rpartition(".")[2], module.scales.shape[-1]
+        if name in BEHIND and groups % size:
+            return (
+                f"{path} has {groups} groups of {module.group_size} packed weights along its "
+                f'inputs, no multiple of {size} (`weights = "dequantize"` shares out dense ones)'
+            )
+    return None
 
 
 def sharer(model: nn.Module) -> nn.Module | None:

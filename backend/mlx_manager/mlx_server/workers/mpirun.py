@@ -1,0 +1,112 @@
+"""Places of an MPI group on this machine, for processes that mpirun has not started.
+
+A worker is there before its model is spread, so mpirun can't start it. mpirun starts a process that
+holds each rank's place instead, and the rank takes on its environment before it enters the group
+(MPI_Init). By that Open MPI's daemon, which is mpirun itself, knows the rank. Source: Open MPI 4.1
+and PMIx 4.2, which know a client by its namespace, its number and its user.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping
+from queue import Empty, SimpleQueue
+from tempfile import TemporaryDirectory
+from threading import Thread
+from time import monotonic
+from typing import Final
+
+from mlx_manager.mlx_server.errors import ModelLoadFailed
+from mlx_manager.mlx_server.workers.process import ROOT
+
+log = logging.getLogger(__name__)
+PROGRAMS: Final = ("mpirun", "mpiexec", "orterun")
+OPTIONS = ("--oversubscribe", "--bind-to", "none")
+"""More ranks than cores are the owner's choice, and ranks share all cores."""
+PATIENCE = 30.0
+"""Seconds within which mpirun has made all places."""
+PARTING = 2.0
+"""Seconds that mpirun gets to remove its files."""
+LAST = 8
+"""Lines of mpirun's that an error message has."""
+
+
+class Mpirun:
+    """A running mpirun, and the places that it has made.
+
+    Raises:
+        ModelLoadFailed: there is no mpirun, or it makes no places; the message has its words.
+    """
+
+    def __init__(self, size: int) -> None:
+        program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+        if program is None:
+            raise ModelLoadFailed(
+                "MPI (MLX_SERVER_DISTRIBUTED=mpi) needs Open MPI on this machine, and there is no "
+                "mpirun on the PATH. `ring` needs nothing."
+            )
+        # One that ends removes the folder that all of a user's have together.
+        files = self._files = TemporaryDirectory(prefix="mpi-", ignore_cleanup_errors=True)
+        place = [sys.executable, "-P", "-m", "mlx_manager.mlx_server.workers.mpi_place"]
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        try:
+            self._process = subprocess.Popen(
+                [program, *OPTIONS, "-n", str(size), *place],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": files.name},
+            )
+        except OSError as error:
+            files.cleanup()
+            raise ModelLoadFailed(f"{program} can't be started: {error}.") from error
+        self._words: deque[str] = deque(maxlen=LAST)
+        self._told: SimpleQueue[dict[str, str] | None] = SimpleQueue()
+        Thread(target=self._read, name="mpirun", daemon=True).start()
+        try:
+            self.places = self._made(size)
+        except ModelLoadFailed:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End mpirun, and with it the places."""
+        self._process.terminate()
+        try:
+            self._process.wait(PARTING)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._files.cleanup()
+
+    def _made(self, size: int) -> list[Mapping[str, str]]:
+        """Return the environment of each rank's place."""
+        found: dict[int, Mapping[str, str]] = {}
+        deadline = monotonic() + PATIENCE
+        while len(found) < size:
+            try:
+                told = self._told.get(timeout=max(0.0, deadline - monotonic()))
+            except Empty:
+                told = None
+            if told is None:
+                words = " ".join(self._words) or f"nothing came in {PATIENCE:.0f} s"
+                raise ModelLoadFailed(f"mpirun makes no places for {size} ranks: {words}")
+            found[int(told["OMPI_COMM_WORLD_RANK"])] = told
+        return [found[rank] for rank in range(size)]
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                self._told.put(json.loads(line))
+            elif said := line.strip(" \n-"):
+                self._words.append(said)
+                log.info("mpirun: %s", said)
+        self._told.put(None)
