@@ -309,6 +309,9 @@ class Caller:
     hops: int = 0
 
 
+NOBODY = Caller()
+
+
 Speculation = Literal["auto", "off"]
 
 
@@ -363,9 +366,6 @@ class Overlay:
     thinking_budget: int | None = None
     context_length: int | None = None
     speculation: Speculation | None = None
-
-
-NO_OVERLAY = Overlay()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import mlx.core as mx
 from here import start_here
 
 from mlx_manager.mlx_server.config import CatalogSources, MLXServerSettings, PoolLimits
-from mlx_manager.mlx_server.core import Event, GenerationRequest, Sampling, Text, TextDelta
-from mlx_manager.mlx_server.engine.stream import events_of
+from mlx_manager.mlx_server.core import (
+    Backend,
+    Event,
+    GenerationRequest,
+    Sampling,
+    Text,
+    TextDelta,
+)
+from mlx_manager.mlx_server.engine.stream import Steps, steps
 from mlx_manager.mlx_server.models.catalog import Catalog
 from mlx_manager.mlx_server.models.loads import Start
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
@@ -69,6 +76,23 @@ async def open_pool(
         await pool.close()
         # What workers are granted moves it, and in a process of its own goes with that.
         mx.set_memory_limit(before)
+
+
+async def events_of(
+    backend: Backend, request: GenerationRequest
+) -> AsyncGenerator[list[Event], None]:
+    """Yield the events of one request's answer; closing the iterator cancels the request.
+
+    Raises:
+        MLXManagerError: as `Backend.generate`.
+    """
+
+    async def work(inbox: Steps) -> None:
+        await backend.generate(request, lambda events, _: inbox.put([(0, events)]))
+
+    async with aclosing(steps(work)) as progress:
+        async for [(_, events)] in progress:
+            yield events
 
 
 @asynccontextmanager

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_manager.mlx_server.core import (
-    NO_OVERLAY,
+    NOBODY,
     Admitted,
+    Caller,
     Conversation,
     EmbeddingRequest,
     Encoded,
@@ -111,7 +112,7 @@ class ScriptedBackend:
         return Encoded(tuple(array("f", [row, 0.5]) for row in range(rows)), tokens)
 
     async def tokenize(
-        self, prompt: Prompt, special: bool = True, *, texts: bool = False, key: str = ""
+        self, prompt: Prompt, special: bool = True, *, texts: bool = False, caller: Caller = NOBODY
     ) -> Tokenized:
         """A token for each word."""
         match prompt:
@@ -124,11 +125,11 @@ class ScriptedBackend:
                 words = [str(token) for token in ids]
         return Tokenized(list(range(len(words))), 8192, words if texts else ())
 
-    async def leaves_room(self, request: GenerationRequest, *, key: str = "") -> bool:
+    async def leaves_room(self, request: GenerationRequest, *, caller: Caller = NOBODY) -> bool:
         prompt = await self.tokenize(request.prompt)
         return len(prompt.ids) + (request.max_tokens or 1) <= prompt.context_length
 
-    async def tokenizer_info(self, *, key: str = "") -> TokenizerInfo:
+    async def tokenizer_info(self, *, caller: Caller = NOBODY) -> TokenizerInfo:
         return TokenizerInfo(None, None, None, None, 256, 8192, None)
 
     async def until(self, condition: Callable[[ScriptedBackend], bool]) -> None:
@@ -167,7 +168,7 @@ class ScriptedPool:
         return model_id == MODEL
 
     def overlay(self, model_id: str) -> Overlay:
-        return NO_OVERLAY
+        return Overlay()
 
     def sampling(self, model_id: str) -> dict[str, float]:
         return {}

@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from pools import events_of
+
 from mlx_manager.mlx_server.config import CatalogSources, EngineLimits, PoolLimits
 from mlx_manager.mlx_server.core import Finished, GenerationRequest, Sampling, TextDelta, Tokens
-from mlx_manager.mlx_server.engine.stream import events_of
 from mlx_manager.mlx_server.models.catalog import Catalog
 from mlx_manager.mlx_server.models.loads import Start
 from mlx_manager.mlx_server.models.pool import ModelPoolManager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -121,6 +122,14 @@ class Read:
     output: OutputFormat = PLAIN
     images: PromptImages | None = None
     prediction: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class PromptReading:
+    """A prompt that is being read, and the number of rows that wait for it."""
+
+    task: asyncio.Task[Read]
+    waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +277,7 @@ class TextBackend:
         self._guidance = Guidance(loaded.tokenizer, self._stop_ids, sandbox)
         # Their own: what a request asks for here may take seconds, and others need threads, too.
         self._prompts = DaemonThreads(PROMPTS_AT_ONCE)
+        self._readings: dict[tuple[object, ...], PromptReading] = {}
         self._compiling = DaemonThreads(GRAMMARS_AT_ONCE)
         size = StepSize.of(limits, loaded.model, forward, ledger)
         if draft is not None:
@@ -486,10 +496,10 @@ class TextBackend:
         had arrived by then: of a burst, no prompt would be begun before the last has been parsed.
         """
         key = request.caller.key
-        if _is_short(request):
-            read = self._prompt(request)
-        else:
-            read = await self._prompts.run(partial(self._prompt, request), key)
+        self._vocabulary.check([token for token, _ in request.sampling.logit_bias], "logit_bias")
+        self._vocabulary.check(request.stop.token_ids, "stop_token_ids")
+        read = self._prompt(request) if _is_short(request) else await self._shared(request)
+        self._check_prompt(request, read)
         ids, images = read.tokens.ids, read.images
         if not compiles(request):
             output, guide = self._guidance.of(request, read.output)
@@ -499,18 +509,37 @@ class TextBackend:
         output, guide = await self._compiling.run(guiding, key, waiting)
         return Prepared(ids, output, images, guide, read.prediction)
 
+    async def _shared(self, request: GenerationRequest) -> Read:
+        """Return what `_prompt` does, on another thread; once for all answers to a prompt that come
+        together."""
+        prediction = request.prediction, request.speculation
+        key = id(request.prompt), self._context(request), *prediction
+        reading = self._readings.get(key)
+        if reading is None:
+            # It has the prompt, so that no other one gets its id meanwhile.
+            work = self._prompts.run(partial(self._prompt, request), request.caller.key)
+            reading = self._readings[key] = PromptReading(asyncio.create_task(work))
+        reading.waiting += 1
+        try:
+            return await asyncio.shield(reading.task)
+        finally:
+            reading.waiting -= 1
+            if not reading.waiting:
+                del self._readings[key]
+                reading.task.cancel()
+
     def _prompt(self, request: GenerationRequest) -> Read:
-        self._vocabulary.check([token for token, _ in request.sampling.logit_bias], "logit_bias")
-        self._vocabulary.check(request.stop.token_ids, "stop_token_ids")
         read = self._tokenise(request.prompt, self._context(request))
-        ids = read.tokens.ids
+        return replace(read, prediction=self._predicted(request))
+
+    def _check_prompt(self, request: GenerationRequest, read: Read) -> None:
+        ids, param = read.tokens.ids, request.prompt.param
         if not ids:
             raise InvalidRequest(
-                "The prompt is empty: it has no tokens to go on from.", param=request.prompt.param
+                "The prompt is empty: it has no tokens to go on from.", param=param
             )
         self._check_length(request, read.tokens)
-        self._vocabulary.check_embedded(ids, self._loaded.vocabulary, request.prompt.param)
-        return replace(read, prediction=self._predicted(request))
+        self._vocabulary.check_embedded(ids, self._loaded.vocabulary, param)
 
     def _predicted(self, request: GenerationRequest) -> tuple[int, ...]:
         """Return the first tokens of the request's prediction, as many as an answer may have."""

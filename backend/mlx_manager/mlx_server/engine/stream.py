@@ -21,15 +21,13 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_manager.mlx_server.core import (
-    Backend,
     Event,
     Finished,
-    GenerationRequest,
     Progress,
     Push,
     ReasoningDelta,
@@ -326,20 +324,3 @@ async def steps(work: Work) -> AsyncGenerator[Progress, None]:
         async for step in inbox:
             yield step
         await task
-
-
-async def events_of(
-    backend: Backend, request: GenerationRequest
-) -> AsyncGenerator[list[Event], None]:
-    """Yield the events of one request's answer; closing the iterator cancels the request.
-
-    Raises:
-        MLXManagerError: as `Backend.generate`.
-    """
-
-    async def work(inbox: Steps) -> None:
-        await backend.generate(request, lambda events, _: inbox.put([(0, events)]))
-
-    async with aclosing(steps(work)) as progress:
-        async for [(_, events)] in progress:
-            yield events

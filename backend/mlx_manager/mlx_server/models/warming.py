@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mlx_manager.mlx_server.core import (
+    NOBODY,
     Caller,
     Conversation,
     Event,
@@ -39,7 +40,7 @@ class Tokenizer(Protocol):
     """Model that tells a prompt's tokens; `core.Backend`s of models that generate do."""
 
     async def tokenize(
-        self, prompt: Prompt, special: bool = True, *, texts: bool = False, key: str = ""
+        self, prompt: Prompt, special: bool = True, *, texts: bool = False, caller: Caller = NOBODY
     ) -> Tokenized: ...
 
 
@@ -55,7 +56,9 @@ def is_asked(conversation: Conversation) -> bool:
     return conversation.continue_final_message or last in ("user", "tool")
 
 
-async def beginning(model: Tokenizer, conversation: Conversation, *, key: str = "") -> Tokens:
+async def beginning(
+    model: Tokenizer, conversation: Conversation, *, caller: Caller = NOBODY
+) -> Tokens:
     """Return the tokens with which all chats begin that go on from `conversation` with a question.
 
     Raises:
@@ -74,7 +77,7 @@ async def beginning(model: Tokenizer, conversation: Conversation, *, key: str = 
         )
         for probe in PROBES
     ]
-    one, other = [(await model.tokenize(each, key=key)).ids for each in asked]
+    one, other = [(await model.tokenize(each, caller=caller)).ids for each in asked]
     shared = alike(one, other)
     if not shared:
         raise InvalidRequest(

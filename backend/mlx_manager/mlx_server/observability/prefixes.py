@@ -6,10 +6,11 @@ texts in pieces. Of each part only a hash is kept, for the life of the process.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mlx_manager.mlx_server.core import Conversation, Image, Prompt, Text, Tokens
 
@@ -27,14 +28,15 @@ ONE_PAGE = 32
 tokens of the template that open an answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPart:
+class PromptPart(NamedTuple):
     """A part of a prompt. place: its name, as in a request. offset: where a piece begins in its
-    text. digest: of its content, only comparable in this process."""
+    text. digest: of its content; whole: of the prompt up to its end. Both are only comparable in
+    this process."""
 
     place: str
     offset: int
     digest: int
+    whole: int
 
     @property
     def shown(self) -> str:
@@ -53,43 +55,48 @@ class KeptPrompt:
 def parts_of(prompt: Prompt, salt: str = "") -> tuple[PromptPart, ...]:
     """Return the parts of a prompt in the order in which templates write them, its salt first; at
     most `MOST_PARTS`."""
-    found = [PromptPart("cache_salt", 0, hash(salt))] if salt else []
-    for part in _parts(prompt):
-        found.append(part)
+    found: list[PromptPart] = []
+    whole = 0
+    for place, offset, digest in _parts(prompt, salt):
+        whole = hash((whole, place, offset, digest))
+        found.append(PromptPart(place, offset, digest, whole))
         if len(found) == MOST_PARTS:
             break
     return tuple(found)
 
 
-def _parts(prompt: Prompt) -> Iterator[PromptPart]:
+def _parts(prompt: Prompt, salt: str) -> Iterator[tuple[str, int, int]]:
+    """Yield each part's place, its offset there, and the digest of its content."""
+    if salt:
+        yield "cache_salt", 0, hash(salt)
     match prompt:
         case Conversation(messages, tools):
             for name, value in sorted(prompt.template_args.items()):
-                yield PromptPart(f"template argument {name}", 0, hash(repr(value)))
+                yield f"template argument {name}", 0, hash(repr(value))
             for number, tool in enumerate(tools):
-                yield PromptPart(f"tools[{number}] ({tool.name})", 0, hash(repr(tool)))
+                yield f"tools[{number}] ({tool.name})", 0, hash(repr(tool))
             for number, message in enumerate(messages):
                 place = f"messages[{number}]"
                 named = f"{place} ({message.role})"
                 for part in message.parts or ("",):
                     if isinstance(part, Image):
                         shown = f"{named}, image {part.digest[:SHOWN]}"
-                        yield PromptPart(shown, 0, hash(part.digest))
+                        yield shown, 0, hash(part.digest)
                     else:
                         yield from _pieces(named, part)
                 for made, call in enumerate(message.tool_calls):
                     content = hash((call.name, call.arguments))
-                    yield PromptPart(f"{place}.tool_calls[{made}] ({call.name})", 0, content)
+                    yield f"{place}.tool_calls[{made}] ({call.name})", 0, content
         case Text(text):
             yield from _pieces("the text", text)
         case Tokens(ids):
             yield from _pieces("the tokens", tuple(ids))
 
 
-def _pieces(place: str, content: str | tuple[int, ...]) -> Iterator[PromptPart]:
+def _pieces(place: str, content: str | tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
     size = max(PIECE, -(-len(content) // MOST_PIECES))
     for offset in range(0, max(1, len(content)), size):
-        yield PromptPart(place, offset, hash(content[offset : offset + size]))
+        yield place, offset, hash(content[offset : offset + size])
 
 
 class KeptPrompts:
@@ -99,7 +106,12 @@ class KeptPrompts:
         self._models: OrderedDict[str, deque[KeptPrompt]] = OrderedDict()
 
     def keep(self, model: str, prompt: KeptPrompt) -> None:
-        self._models.setdefault(model, deque(maxlen=MOST_PROMPTS)).append(prompt)
+        kept = self._models.setdefault(model, deque(maxlen=MOST_PROMPTS))
+        # What it has in common with the nearest one is in memory once.
+        parts, same = prompt.parts, 0
+        if kept and (same := common((alike := nearest(kept, parts)).parts, parts)):
+            prompt = replace(prompt, parts=(*alike.parts[:same], *parts[same:]))
+        kept.append(prompt)
         self._models.move_to_end(model)
         while len(self._models) > MOST_MODELS:
             self._models.popitem(last=False)
@@ -114,7 +126,7 @@ class KeptPrompts:
         before = [kept for kept in self._models.get(model, ()) if kept.since <= admitted]
         if tokens - cached <= ONE_PAGE:
             return ""
-        alike = max(before, key=lambda kept: (common(kept.parts, parts), kept.since), default=None)
+        alike = nearest(before, parts) if before else None
         same = 0 if alike is None else common(alike.parts, parts)
         if alike is None or not same:
             return _unlike(alike, parts)
@@ -127,14 +139,20 @@ class KeptPrompts:
 
 def common(one: Sequence[PromptPart], other: Sequence[PromptPart]) -> int:
     """Return the number of parts with which both begin."""
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    most = min(len(one), len(other))
+    return bisect_left(range(most), True, key=lambda at: one[at].whole != other[at].whole)
 
 
-def _unlike(nearest: KeptPrompt | None, parts: Sequence[PromptPart]) -> str:
-    if nearest is None:
+def nearest(kept: Iterable[KeptPrompt], parts: Sequence[PromptPart]) -> KeptPrompt:
+    """Return the prompt, of at least one, that begins like `parts` for longest; of equal ones, the
+    latest."""
+    return max(kept, key=lambda each: (common(each.parts, parts), each.since))
+
+
+def _unlike(alike: KeptPrompt | None, parts: Sequence[PromptPart]) -> str:
+    if alike is None:
         return "no prompt was kept before it"
-    if nearest.parts and parts and nearest.parts[0].place == parts[0].place:
+    if alike.parts and parts and alike.parts[0].place == parts[0].place:
         return f"{parts[0].shown} is another than in every prompt that was kept"
     return "no prompt that was kept begins like it"
 

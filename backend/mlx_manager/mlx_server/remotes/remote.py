@@ -16,7 +16,9 @@ from urllib.parse import quote
 from pydantic_core import from_json
 
 from mlx_manager.mlx_server.core import (
+    NOBODY,
     Admitted,
+    Caller,
     Conversation,
     EmbeddingRequest,
     Encoded,
@@ -350,7 +352,7 @@ class Remote:
     # -- tokens --------------------------------------------------------------------------------
 
     async def tokenize(
-        self, prompt: Prompt, special: bool = True, *, texts: bool = False, key: str = ""
+        self, prompt: Prompt, special: bool = True, *, texts: bool = False, caller: Caller = NOBODY
     ) -> Tokenized:
         """Return a prompt's tokens, even if they are too many for the model."""
         if isinstance(prompt, Tokens):
@@ -365,35 +367,38 @@ class Remote:
                 asked = {"prompt": prompt.text, "add_special_tokens": special}
             return asked | {"return_token_strs": texts}
 
-        found = await self._tokens("/tokenize", fields, ("tokens", "max_model_len"))
+        found = await self._tokens("/tokenize", fields, ("tokens", "max_model_len"), caller)
         strings = found.get("token_strs") or () if texts else ()
         return Tokenized(found["tokens"], found["max_model_len"], strings)
 
-    async def leaves_room(self, request: GenerationRequest, *, key: str = "") -> bool:
+    async def leaves_room(self, request: GenerationRequest, *, caller: Caller = NOBODY) -> bool:
         """Return whether an answer can follow that is as long as is asked for."""
-        found = await self.tokenize(request.prompt, key=key)
+        found = await self.tokenize(request.prompt, caller=caller)
         context = found.context_length
         return len(found.ids) <= context - min(request.max_tokens or 1, context // 2)
 
-    async def detokenize(self, ids: Sequence[int], *, key: str = "") -> str:
+    async def detokenize(self, ids: Sequence[int], *, caller: Caller = NOBODY) -> str:
         """Return the text of tokens, special ones included."""
-        found = await self._tokens("/detokenize", lambda *_: {"tokens": list(ids)}, ("prompt",))
+        found = await self._tokens(
+            "/detokenize", lambda *_: {"tokens": list(ids)}, ("prompt",), caller
+        )
         return str(found["prompt"])
 
-    async def render(self, conversation: Conversation, *, key: str = "") -> str:
+    async def render(self, conversation: Conversation, *, caller: Caller = NOBODY) -> str:
         """Return the text that the model gets to see."""
         found = await self._tokens(
             "/apply-template",
             lambda facts, place: dict(requests.rendering(conversation, facts, place)),
             ("prompt",),
+            caller,
             ours=True,
         )
         return str(found["prompt"])
 
-    async def tokenizer_info(self, *, key: str = "") -> TokenizerInfo:
+    async def tokenizer_info(self, *, caller: Caller = NOBODY) -> TokenizerInfo:
         """Return what clients need to know of the tokenizer."""
         needs = ("vocab_size", "model_max_length")
-        found = await self._tokens("/tokenizer_info", None, needs, ours=True)
+        found = await self._tokens("/tokenizer_info", None, needs, caller, ours=True)
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         bos, eos, pad, unk = (found.get(name) for name in names)
         template = found.get("chat_template")
@@ -406,6 +411,7 @@ class Remote:
         path: str,
         fields: Callable[[Facts, str], dict[str, Any]] | None,
         needs: Sequence[str],
+        caller: Caller,
         *,
         ours: bool = False,
     ) -> dict[str, Any]:
@@ -429,10 +435,10 @@ class Remote:
             root = facts.dialect.tokens == "at the root"
             if fields is None:
                 named = f"{path}?model={quote(facts.name, safe='')}"
-                found = await upstream.ask("GET", named, root=root)
+                found = await upstream.ask("GET", named, caller=caller, root=root)
             else:
                 body = {**fields(facts, upstream.url), "model": facts.name}
-                found = await upstream.ask("POST", path, body, root=root)
+                found = await upstream.ask("POST", path, body, caller=caller, root=root)
             if not isinstance(found, dict) or not found.keys() >= set(needs):
                 raise RemoteFailed(f"{upstream.url}{path} does not answer as a model server does.")
             return found

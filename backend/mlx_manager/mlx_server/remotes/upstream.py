@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic_core import from_json
 
-from mlx_manager.mlx_server.core import HOPS, Caller, GenerationRequest
+from mlx_manager.mlx_server.core import HOPS, NOBODY, Caller, GenerationRequest
 from mlx_manager.mlx_server.errors import MLXManagerError, RemoteFailed
 from mlx_manager.mlx_server.remotes.breaker import Breaker
 from mlx_manager.mlx_server.remotes.facts import Facts, facts_of
@@ -35,7 +35,6 @@ LOOK_SECONDS = 10.0
 """Time limit of a look at a server's list of models."""
 MOST_HOPS = 4
 """Most servers of this program's that pass a request on: more are a circle."""
-NOBODY = Caller()
 NOT_FOUND = 404
 Health = Literal["unknown", "up", "down"]
 

@@ -17,7 +17,7 @@ async def context_length(inference: Inference, model: str) -> int:
         MLXManagerError: as `Inference.ask`.
     """
     info: TokenizerInfo = await inference.ask(
-        model, lambda model, key: model.tokenizer_info(key=key), "text"
+        model, lambda model, caller: model.tokenizer_info(caller=caller), "text"
     )
     return info.context_length
 
@@ -30,7 +30,7 @@ async def is_longer(inference: Inference, asked: GenerationRequest, threshold: i
     """
     try:
         found = await inference.ask(
-            asked.model, lambda model, key: model.tokenize(asked.prompt, key=key)
+            asked.model, lambda model, caller: model.tokenize(asked.prompt, caller=caller)
         )
     except ContextLengthExceeded:
         return True

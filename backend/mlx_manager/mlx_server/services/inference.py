@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from mlx_manager.mlx_server.config import ImageLimits, TimeLimits
 from mlx_manager.mlx_server.core import (
+    NOBODY,
     Backend,
     Caller,
     Conversation,
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 L = TypeVar("L")
 Question = Callable[..., Coroutine[Any, Any, T]]
-"""Method of a backend, called with the backend and `key`, the name of the caller's API key."""
+"""Method of a backend, called with the backend and `caller`."""
 
 Report = Callable[[int, int], None]
 """Told of a download's progress: bytes there, bytes in all."""
@@ -82,33 +83,32 @@ class EverShorter(Protocol):
 
 
 class TokenBackend(Backend, Protocol):
-    """A backend that knows its model's tokens. key: the name of the caller's API key; keys take
-    turns.
+    """A backend that knows its model's tokens. caller: who asks; keys take turns.
 
     The methods raise InvalidRequest: the prompt can't be rendered, or has unknown token ids.
     """
 
     async def tokenize(
-        self, prompt: Prompt, special: bool = True, *, texts: bool = False, key: str = ""
+        self, prompt: Prompt, special: bool = True, *, texts: bool = False, caller: Caller = NOBODY
     ) -> Tokenized:
         """Return a prompt's tokens. special: a text's begin with the model's BOS. texts: also as
         texts."""
         ...
 
-    async def leaves_room(self, request: GenerationRequest, *, key: str = "") -> bool:
+    async def leaves_room(self, request: GenerationRequest, *, caller: Caller = NOBODY) -> bool:
         """Return whether an answer as long as is asked for, or half the context long, can
         follow."""
         ...
 
-    async def detokenize(self, ids: Sequence[int], *, key: str = "") -> str:
+    async def detokenize(self, ids: Sequence[int], *, caller: Caller = NOBODY) -> str:
         """Return the text of tokens, special ones included."""
         ...
 
-    async def render(self, conversation: Conversation, *, key: str = "") -> str:
+    async def render(self, conversation: Conversation, *, caller: Caller = NOBODY) -> str:
         """Return a conversation as text."""
         ...
 
-    async def tokenizer_info(self, *, key: str = "") -> TokenizerInfo:
+    async def tokenizer_info(self, *, caller: Caller = NOBODY) -> TokenizerInfo:
         """Return what clients need to know of the tokenizer."""
         ...
 
@@ -320,7 +320,6 @@ class ModelPool(Protocol):
         ...
 
 
-NOBODY = Caller()
 PushRow = Callable[[int, list[Event], int], None]
 """`core.Push` for several rows; the first argument is the row's index."""
 
@@ -460,7 +459,7 @@ class Inference:
             MLXManagerError: there is no such model, or it has no answer.
         """
         async with self._asking(model, kind) as backend:
-            return await question(backend, key=self.caller.key)
+            return await question(backend, caller=self.caller)
 
     async def count(self, requests: EverShorter) -> int:
         """Return the number of tokens of the prompt that `generate_fitting` would read.
@@ -470,7 +469,7 @@ class Inference:
         """
         async with self._asking(requests[0].model, "text") as backend:
             fitting = await first_fitting(backend, requests, self._own)
-            return len((await backend.tokenize(fitting.prompt, key=self.caller.key)).ids)
+            return len((await backend.tokenize(fitting.prompt, caller=self.caller)).ids)
 
     @asynccontextmanager
     async def _asking(
@@ -519,7 +518,7 @@ async def first_fitting(
     while first < last:
         middle = (first + last) // 2
         asked = own([requests[middle]])[0]
-        if await backend.leaves_room(asked, key=asked.caller.key):
+        if await backend.leaves_room(asked, caller=asked.caller):
             last = middle
         else:
             first = middle + 1

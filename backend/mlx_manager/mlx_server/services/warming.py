@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from mlx_manager.mlx_server.core import Conversation, Progress, Prompt, Text, Tokens, Usage
+from mlx_manager.mlx_server.core import (
+    Caller,
+    Conversation,
+    Progress,
+    Prompt,
+    Text,
+    Tokens,
+    Usage,
+)
 from mlx_manager.mlx_server.defaults import overlaid_prompt
 from mlx_manager.mlx_server.errors import InvalidRequest
 from mlx_manager.mlx_server.models.warming import beginning, is_asked, reading
@@ -48,8 +56,8 @@ async def warm(
         whole = overlaid_prompt(prompt, inference.pool.overlay(model))
         assert isinstance(whole, Conversation)
 
-        def question(backend: TokenBackend, key: str) -> Coroutine[Any, Any, Tokens]:
-            return beginning(backend, whole, key=key)
+        def question(backend: TokenBackend, caller: Caller) -> Coroutine[Any, Any, Tokens]:
+            return beginning(backend, whole, caller=caller)
 
         read = await inference.ask(model, question, "text")
     call = inference.generate([reading(model, read, inference.caller, salt, request_id)])

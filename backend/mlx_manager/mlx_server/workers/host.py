@@ -103,6 +103,9 @@ class Host:
 
     def _take(self, message: object) -> None:
         match message:
+            case list():
+                for ask in message:
+                    self._take(ask)
             case Ask(number):
                 task = self._loop.create_task(self._answer(message))
                 self._tasks[number] = task

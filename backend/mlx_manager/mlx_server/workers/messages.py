@@ -139,7 +139,10 @@ Question = (
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A question; `key` is the name of the caller's API key, since keys take turns."""
+    """A question; `key` is the name of the caller's API key, since keys take turns.
+
+    Those to `Generate` come as lists, in which requests that share a prompt share it here, too.
+    """
 
     number: int
     question: Question

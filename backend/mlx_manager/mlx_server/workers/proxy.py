@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mlx_manager.mlx_server.core import (
+    NOBODY,
+    Caller,
     Conversation,
     EmbeddingRequest,
     Encoded,
@@ -30,7 +32,7 @@ from mlx_manager.mlx_server.workers.worker import Worker
 class Proxy:
     """The backend of a model in a worker; which of the methods it has an answer to, its kind says.
 
-    key: as in `messages.Ask`. Every method raises MLXManagerError: the worker's, or that it has
+    Every method raises MLXManagerError: the worker's, or that it has
     ended.
     """
 
@@ -53,27 +55,27 @@ class Proxy:
         return found
 
     async def tokenize(
-        self, prompt: Prompt, special: bool = True, *, texts: bool = False, key: str = ""
+        self, prompt: Prompt, special: bool = True, *, texts: bool = False, caller: Caller = NOBODY
     ) -> Tokenized:
         """Return a prompt's tokens, even if they are too many for the model."""
-        found: Tokenized = await self._worker.ask(Tokenize(prompt, special, texts), key)
+        found: Tokenized = await self._worker.ask(Tokenize(prompt, special, texts), caller.key)
         return found
 
-    async def leaves_room(self, request: GenerationRequest, *, key: str = "") -> bool:
+    async def leaves_room(self, request: GenerationRequest, *, caller: Caller = NOBODY) -> bool:
         """Return whether an answer can follow that is as long as is asked for."""
-        found: bool = await self._worker.ask(LeavesRoom(request), key)
+        found: bool = await self._worker.ask(LeavesRoom(request), caller.key)
         return found
 
-    async def detokenize(self, ids: Sequence[int], *, key: str = "") -> str:
+    async def detokenize(self, ids: Sequence[int], *, caller: Caller = NOBODY) -> str:
         """Return the text of tokens, special ones included."""
-        found: str = await self._worker.ask(Detokenize(ids), key)
+        found: str = await self._worker.ask(Detokenize(ids), caller.key)
         return found
 
-    async def render(self, conversation: Conversation, *, key: str = "") -> str:
+    async def render(self, conversation: Conversation, *, caller: Caller = NOBODY) -> str:
         """Return the text that the model gets to see."""
-        found: str = await self._worker.ask(Render(conversation), key)
+        found: str = await self._worker.ask(Render(conversation), caller.key)
         return found
 
-    async def tokenizer_info(self, *, key: str = "") -> TokenizerInfo:
+    async def tokenizer_info(self, *, caller: Caller = NOBODY) -> TokenizerInfo:
         """Return what clients need to know of the tokenizer."""
         return self._facts.tokenizer

@@ -98,6 +98,8 @@ class Worker:
         self._numbers = count(1)
         self._rows: dict[int, LoopRow] = {}
         self._asked: dict[int, Pending] = {}
+        # Rows that are to be asked for at the end of this turn of the event loop.
+        self._posted: list[Ask] = []
         self._outbox = Outbox()
         self._lock = threading.Lock()
         self._ended: str | None = None
@@ -131,10 +133,20 @@ class Worker:
         """Answer a request; see `core.Backend`."""
         row = LoopRow(push)
         number = self._enter(self._rows, row)
-        self._channel.send(Ask(number, Generate(request), request.caller.key))
+        with self._lock:
+            self._posted.append(Ask(number, Generate(request), request.caller.key))
+        row.home.loop.call_soon(self._send_posted)
         await row.over(partial(self._cancel, number))
 
+    def _send_posted(self) -> None:
+        """Send all rows of a call together: they have one prompt, which may have many pictures."""
+        with self._lock:
+            if self._posted:
+                self._channel.send(self._posted)
+                self._posted = []
+
     def _cancel(self, number: int) -> None:
+        self._send_posted()
         if self._rows.pop(number, None) is not None:
             self._channel.send(Cancel(number))
 

@@ -21,6 +21,7 @@ import pytest
 import pytest_asyncio
 from here import start_here
 from minilm import TEXTS, minilm_folder
+from pools import events_of
 from safetensors.numpy import load_file, save_file
 from tiny_encoders import (
     ASKED,
@@ -48,7 +49,6 @@ from mlx_manager.mlx_server.encoders import encoder
 from mlx_manager.mlx_server.encoders import loop as encoder_engine
 from mlx_manager.mlx_server.encoders.encoder import EncoderModel
 from mlx_manager.mlx_server.encoders.loop import EncoderEngine
-from mlx_manager.mlx_server.engine.stream import events_of
 from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
     GenerationFailed,

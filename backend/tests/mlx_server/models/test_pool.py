@@ -19,6 +19,7 @@ from llguidance import LLTokenizer
 from pools import (
     GREEDY,
     answer,
+    events_of,
     given_back,
     lose,
     open_pool,
@@ -43,7 +44,6 @@ from mlx_manager.mlx_server.core import (
     StopRules,
     Tokens,
 )
-from mlx_manager.mlx_server.engine.stream import events_of
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     InvalidRequest,

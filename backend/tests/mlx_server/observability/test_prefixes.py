@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_manager.mlx_server.core import (
     Conversation,
@@ -20,6 +23,7 @@ from mlx_manager.mlx_server.observability.prefixes import (
     MOST_PROMPTS,
     KeptPrompt,
     KeptPrompts,
+    common,
     parts_of,
 )
 
@@ -118,6 +122,27 @@ def test_what_is_kept_has_bounds_and_no_content() -> None:
     many = Conversation(tuple(Message("user", str(n)) for n in range(2 * MOST_PARTS)))
     assert len(parts_of(many)) == MOST_PARTS
     assert "secret" not in repr(parts_of(Text("secret")))
+
+
+WORDS = st.lists(st.sampled_from("ab"), max_size=6)
+
+
+@given(WORDS, WORDS)
+def test_prompts_begin_alike_as_far_as_their_messages_are_equal(one: list[str], other: list[str]):
+    alike = len(list(takewhile(lambda words: len(set(words)) == 1, zip(one, other, strict=False))))
+    first, second = (
+        parts_of(Conversation(tuple(Message("user", word) for word in words)))
+        for words in (one, other)
+    )
+    assert common(first, second) == alike
+
+
+def test_a_conversation_that_goes_on_is_in_memory_once() -> None:
+    kept = KeptPrompts()
+    said = tuple(Message("user", str(number)) for number in range(8))
+    for turns in (6, 7, 8):
+        kept.keep("m", KeptPrompt(parts_of(Conversation(said[:turns])), turns, 1))
+    assert len({id(part) for prompt in kept._models["m"] for part in prompt.parts}) == 8
 
 
 def test_a_picture_that_changed_is_named_by_its_digest() -> None:

@@ -8,6 +8,7 @@ from scripted import MODEL, ScriptedBackend, ScriptedPool, Step, says
 from mlx_manager.mlx_server.config import KeyLimits, TimeLimits
 from mlx_manager.mlx_server.core import (
     Admitted,
+    Caller,
     EmbeddingRequest,
     GenerationRequest,
     Started,
@@ -118,10 +119,10 @@ async def test_a_question_about_tokens_is_a_call_with_limits():
     calls, pool = Calls(), endless()
     limited = Inference(pool, calls=calls, limits=TimeLimits(total=SOON))
 
-    async def tokens(model: ScriptedBackend, key: str) -> list[int]:
-        return list((await model.tokenize(Text("a b"), key=key)).ids)
+    async def tokens(model: ScriptedBackend, caller: Caller) -> list[int]:
+        return list((await model.tokenize(Text("a b"), caller=caller)).ids)
 
-    async def never(model: ScriptedBackend, key: str) -> None:
+    async def never(model: ScriptedBackend, caller: Caller) -> None:
         await asyncio.Event().wait()
 
     assert await limited.ask(MODEL, tokens) == [0, 1]

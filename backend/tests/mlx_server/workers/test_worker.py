@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from here import Here, start_here
-from pools import answer, open_pool, request
+from pools import answer, events_of, open_pool, request
 from tiny_models import make_tiny_model
 
-from mlx_manager.mlx_server.core import Conversation, Event, Message, Text
-from mlx_manager.mlx_server.engine.stream import events_of
+from mlx_manager.mlx_server.core import Conversation, Event, Image, Message, Text
 from mlx_manager.mlx_server.errors import (
     GenerationFailed,
     InvalidRequest,
@@ -24,7 +27,8 @@ from mlx_manager.mlx_server.errors import (
     WorkerFailed,
 )
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
-from mlx_manager.mlx_server.workers.messages import Look
+from mlx_manager.mlx_server.workers.channel import Channel
+from mlx_manager.mlx_server.workers.messages import Cancel, Look
 from mlx_manager.mlx_server.workers.process import NO_LOG, ending, start_process
 from mlx_manager.mlx_server.workers.worker import MemoryNews, Worker
 
@@ -140,6 +144,57 @@ async def test_a_process_answers_before_a_model_is_loaded_and_says_how_it_ended(
         assert await over == "it was ended by SIGKILL, as the kernel does when memory runs out"
     with pytest.raises(WorkerFailed, match="SIGKILL"):
         await worker.ask(Look())
+
+
+class NoProcess:
+    """A process that has ended."""
+
+    pid = 0
+
+    def kill(self, *, report: bool = False) -> None: ...
+
+    def leave(self, seconds: float) -> None: ...
+
+    def wait(self) -> str:
+        return "it ended"
+
+
+def connected() -> tuple[Worker, SimpleQueue[Any], Channel]:
+    """Return a worker, what is sent to it, and its end of the connection."""
+    ours, theirs = socket.socketpair()
+    received: SimpleQueue[Any] = SimpleQueue()
+    other = Channel(theirs, received.put, lambda: None, "worker")
+    other.start()
+    return Worker("m", ours, NoProcess(), lambda *_: None, lambda *_: None), received, other
+
+
+async def test_the_rows_of_a_call_are_sent_with_their_prompt_once() -> None:
+    worker, received, other = connected()
+    shown = Image(b"x" * 100_000, "d", 8, 8, "messages")
+    asked = replace(request("m"), prompt=Conversation((Message("user", (shown,)),)))
+    tasks = [
+        asyncio.create_task(worker.generate(replace(asked, request_id=f"{i}"), lambda *_: None))
+        for i in range(3)
+    ]
+    asks = await asyncio.to_thread(received.get, timeout=30)
+    assert [ask.question.request.request_id for ask in asks] == ["0", "1", "2"]
+    assert len({id(ask.question.request.prompt) for ask in asks}) == 1
+    tasks[1].cancel()
+    assert await asyncio.to_thread(received.get, timeout=30) == Cancel(asks[1].number)
+    other.close()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    kinds = [WorkerFailed, asyncio.CancelledError, WorkerFailed]
+    assert [type(each) for each in found] == kinds
+
+
+async def test_a_row_that_is_left_at_once_is_asked_for_before_it_is_cancelled() -> None:
+    worker, received, other = connected()
+    row = worker.generate(request("m"), lambda *_: None)
+    row.send(None)
+    row.close()
+    [ask], cancel = [await asyncio.to_thread(received.get, timeout=30) for _ in range(2)]
+    assert cancel == Cancel(ask.number)
+    other.close()
 
 
 @pytest.mark.parametrize(

@@ -49,5 +49,7 @@ async def count_tokens(request: Request, response: Response) -> TokenCount:
     prompt = overlaid_prompt(messages.counted(body), server.pool.overlay(model))
     inference = server.inference(request, body)
     async with UntilHangup(request.receive):
-        found = await inference.ask(model, lambda it, key: it.tokenize(prompt, key=key), "text")
+        found = await inference.ask(
+            model, lambda it, caller: it.tokenize(prompt, caller=caller), "text"
+        )
     return TokenCount(input_tokens=len(found.ids))

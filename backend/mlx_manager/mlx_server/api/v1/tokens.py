@@ -15,7 +15,7 @@ from mlx_manager.mlx_server.api.connection import UntilHangup, notes, read
 from mlx_manager.mlx_server.api.documentation import takes
 from mlx_manager.mlx_server.api.respond import LargeResponse
 from mlx_manager.mlx_server.api.state import server_of
-from mlx_manager.mlx_server.core import Conversation, Prompt, Tokenized
+from mlx_manager.mlx_server.core import Caller, Conversation, Prompt, Tokenized
 from mlx_manager.mlx_server.defaults import overlaid_prompt
 from mlx_manager.mlx_server.protocols.tokens import asked_to_render, tokenized, tokenizing, told
 from mlx_manager.mlx_server.schemas.openai import (
@@ -67,9 +67,9 @@ async def tokenize(request: Request) -> Response:
     asked = tokenizing(body)
     prompt = overlaid(request, body.model, asked.prompt)
 
-    def question(model: TokenBackend, key: str) -> Coroutine[Any, Any, Tokenized]:
+    def question(model: TokenBackend, caller: Caller) -> Coroutine[Any, Any, Tokenized]:
         wanted = bool(body.return_token_strs)
-        return model.tokenize(prompt, asked.special, texts=wanted, key=key)
+        return model.tokenize(prompt, asked.special, texts=wanted, caller=caller)
 
     found = await ask(request, body.model, question, body)
     texts = found.texts if body.return_token_strs else None
@@ -87,7 +87,9 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     body = await read(request, DetokenizeRequest, server_of(request).settings.api)
     ids = body.tokens
-    text = await ask(request, body.model, lambda model, key: model.detokenize(ids, key=key), body)
+    text = await ask(
+        request, body.model, lambda model, caller: model.detokenize(ids, caller=caller), body
+    )
     return LargeResponse(told(text), notes(body))
 
 
@@ -103,8 +105,8 @@ async def apply_template(request: Request) -> Response:
     asked = overlaid(request, body.model, asked_to_render(body))
     assert isinstance(asked, Conversation)
 
-    def question(model: TokenBackend, key: str) -> Coroutine[Any, Any, str]:
-        return model.render(asked, key=key)
+    def question(model: TokenBackend, caller: Caller) -> Coroutine[Any, Any, str]:
+        return model.render(asked, caller=caller)
 
     text = await ask(request, body.model, question, body, "text")
     return LargeResponse(told(text), notes(body))
@@ -114,7 +116,7 @@ async def apply_template(request: Request) -> Response:
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request, model: str | None = None) -> TokenizerInfoResponse:
     """A model's special tokens and chat template, for clients that make prompts themselves."""
-    info = await ask(request, model, lambda model, key: model.tokenizer_info(key=key))
+    info = await ask(request, model, lambda model, caller: model.tokenizer_info(caller=caller))
     return TokenizerInfoResponse(
         bos_token=info.bos_token,
         eos_token=info.eos_token,

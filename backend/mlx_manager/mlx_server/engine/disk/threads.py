@@ -86,8 +86,9 @@ class BlockDisk:
         self._model, self._facts, self._files = model, facts, files
         self._wake = wake
         self._paused_until = 0.0
-        self._purging = False
-        self._writes: Queue[PrefixBlock | Callable[[], None] | None] = Queue(WRITES_AHEAD)
+        # How often all blocks were to be removed, and of these times, how many are done with.
+        self._purges = self._purged = 0
+        self._writes: Queue[Callable[[], None] | None] = Queue(WRITES_AHEAD)
         self._readings: SimpleQueue[Reading | None] = SimpleQueue()
         self._arrived: Queue[Arrival] = Queue(READS_AHEAD)
         self._writer = threading.Thread(target=self._write, name="prefix-writer", daemon=True)
@@ -113,22 +114,21 @@ class BlockDisk:
         """Return whether nothing has arrived."""
         return self._arrived.empty()
 
+    @property
+    def _purging(self) -> bool:
+        return self._purged < self._purges
+
     def has(self, name: BlockName) -> bool:
         if self.space is None or self._purging:
             return False
         return self.folder.has(self.space, name)
 
-    def write(self, block: PrefixBlock, seconds: float = 0.0) -> bool:
-        """Have a block written; return False if it is dropped, as too many wait.
-
-        seconds: time to wait for a place in the queue.
-        """
+    def write(self, block: PrefixBlock) -> None:
+        """Have a block written; it is dropped if too many wait."""
         try:
-            self._writes.put(block, block=seconds > 0, timeout=seconds or None)
+            self._writes.put_nowait(partial(self._write_block, block, self._purges))
         except Full:
             self.dropped += 1
-            return False
-        return True
 
     def wait(self, seconds: float) -> bool:
         """Wait until a block may be written; return whether one may be before long."""
@@ -154,7 +154,7 @@ class BlockDisk:
     def purge(self) -> None:
         """Have all blocks of the model removed, those that wait to be written included. None is
         found from now on."""
-        self._purging = True
+        self._purges += 1
         # The writer, if it is busy, looks by itself.
         with suppress(Full):
             self._writes.put_nowait(self._purge)
@@ -175,12 +175,8 @@ class BlockDisk:
         self._begin()
         self.settled.set()
         self._wake()
-        while (asked := self._writes.get()) is not None:
-            match asked:
-                case PrefixBlock():
-                    self._write_block(asked)
-                case purge:
-                    purge()
+        while (work := self._writes.get()) is not None:
+            work()
             if self._purging:
                 self._purge()
             self._moved.set()
@@ -219,9 +215,10 @@ class BlockDisk:
                 sized(nbytes),
             )
 
-    def _write_block(self, block: PrefixBlock) -> None:
+    def _write_block(self, block: PrefixBlock, purges: int) -> None:
+        """Write a block that was to be written after so many purges had been asked for."""
         space = self.space
-        if space is None or self._purging or monotonic() < self._paused_until:
+        if space is None or purges < self._purges or monotonic() < self._paused_until:
             self.dropped += 1
             return
         header = blocks.header_of(space, block)
@@ -244,12 +241,13 @@ class BlockDisk:
             self.written_bytes += nbytes
 
     def _purge(self) -> None:
+        asked = self._purges
         if self._purging and self.space is not None:
             try:
                 self.folder.purge(folder=self.space.folder)
             except OSError as error:
                 log.warning("%s: kept prefixes can't be removed: %s", self._model, error)
-        self._purging = False
+        self._purged = asked
 
     # -- on the reader's -----------------------------------------------------------------------
 

@@ -686,11 +686,6 @@ def typed_parameters(parameters: Mapping[str, Any]) -> Typed:
     return Typed(root, root)
 
 
-def kinds_by_name(parameters: Mapping[str, Any]) -> Mapping[str, frozenset[Kind]]:
-    """Return the types of the parameters that a tool's schema names, as far as they can be told."""
-    return {name: typed.kinds for name, typed in typed_parameters(parameters).names.items()}
-
-
 _COMBINATIONS = ("anyOf", "oneOf", "allOf")
 
 

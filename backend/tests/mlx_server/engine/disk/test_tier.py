@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,10 @@ from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.config import PrefixDisk
 from mlx_manager.mlx_server.core import Finished
-from mlx_manager.mlx_server.engine.disk.threads import READS_AHEAD
+from mlx_manager.mlx_server.engine.disk.blocks import PrefixBlock
+from mlx_manager.mlx_server.engine.disk.folder import LOCK, Folder
+from mlx_manager.mlx_server.engine.disk.names import DIGEST, FORMAT, PLAIN, BlockName
+from mlx_manager.mlx_server.engine.disk.threads import READS_AHEAD, BlockDisk
 from mlx_manager.mlx_server.engine.disk.tier import stores_of
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.execution.forward import Forward
@@ -299,6 +304,23 @@ async def test_what_is_forgotten_is_forgotten_on_disk(llama: Path, disk: PrefixD
     async with Rig(llama, disk=disk) as rig:
         await rig.on_thread(rig.engine.drop_prefixes)
         assert (await cached(rig.submit(prompt(LONG), 8)))[0] == 0
+
+
+def test_blocks_written_between_two_purges_are_removed_by_the_second(disk: PrefixDisk) -> None:
+    folder, name = Folder(disk), BlockName(bytes(DIGEST), PLAIN, 0, 16)
+    blocks = BlockDisk(folder, "owner/model", {}, (), lambda: None)
+    assert blocks.settled.wait(10)
+    purged = threading.Event()
+    with (disk.folder / f"v{FORMAT}" / LOCK).open("a") as lock:
+        # The first purge waits for it.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        blocks.purge()
+        blocks.write(PrefixBlock(name, {}))
+        blocks.purge()
+        blocks._writes.put(purged.set)
+    assert purged.wait(10)
+    assert not files_of(disk)
+    blocks.close(10)
 
 
 async def test_no_more_is_written_a_day_than_allowed(llama: Path, tmp_path: Path) -> None:

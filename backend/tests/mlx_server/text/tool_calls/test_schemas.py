@@ -19,8 +19,8 @@ from mlx_manager.mlx_server.text.tool_calls.formats import FORMATS
 from mlx_manager.mlx_server.text.tool_calls.schemas import (
     MalformedError,
     OversizedError,
-    kinds_by_name,
     parameters_schema,
+    typed_parameters,
 )
 
 KEYWORDS = (
@@ -40,7 +40,7 @@ SCHEMAS = st.dictionaries(st.sampled_from(KEYWORDS), VALUES, max_size=4)
 
 @given(SCHEMAS)
 def test_whatever_a_tool_brings_its_calls_can_be_read(parameters: dict[str, Any]):
-    assert all(kinds_by_name(parameters).values())
+    assert all(typed.kinds for typed in typed_parameters(parameters).names.values())
 
 
 @given(SCHEMAS)
@@ -73,7 +73,8 @@ def test_alternatives_of_alternatives_do_not_take_time_with_their_number(leaf: A
     ways = [{"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(15)]
     links = {f"d{i}": schema for i, schema in enumerate([*ways, leaf])}
     value = {"$ref": "#/$defs/d0"}
-    assert kinds_by_name({"$defs": links, "properties": {"a": value}}) == {"a": {kind}}
+    typed = typed_parameters({"$defs": links, "properties": {"a": value}})
+    assert typed.names["a"].kinds == {kind}
     whole = {"$defs": links, "allOf": [value, {"properties": {"b": {}}}]}
     assert parameters_schema(Tool("f", parameters=whole))["type"] == "object"
 
