@@ -11,27 +11,38 @@ that tries as many tokens of a prediction.
 
 `--deeper N`: a model of N times the layers, those that are added adding nothing, so that the model
 is a draft model whose guesses are right and take an Nth of the time: by construction, too.
+
+`--shape 1b|8b|tiny`: instead, a model of that size and of random weights whose answers count on
+from the prompt's last token, whatever else they are given. Prompts have these numbers already, or
+have another in one place of twelve, or have none: all, most or none of what is tried is accepted,
+by construction. What a step takes is as of any model of that size.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent / "gpu"))
 
 import mlx.core as mx
+from folders import written
 
 from checks import check_engine
 from engines import OurEngine, tell
-from harness import find_model, interleave, parser, print_report, ratio
+from harness import find_model, interleave, parser, print_report, ratio, refuse
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
     Conversation,
@@ -42,6 +53,7 @@ from mlx_manager.mlx_server.core import (
     Sampling,
     StopRules,
     TextDelta,
+    Tokens,
 )
 from mlx_manager.mlx_server.engine.stream import events_of
 
@@ -163,23 +175,26 @@ async def all_of(
 @dataclass(frozen=True)
 class Speed:
     """Tokens a second from the last row's first piece to the end, and tokens a second of the
-    process's own time from the first request on, which others on the machine disturb less."""
+    process's own time from the first request on, which others on the machine disturb less; and
+    milliseconds a step."""
 
     wall: float
     own: float
+    step: float
 
 
 def speed(engine: OurEngine, requests: Sequence[GenerationRequest]) -> tuple[Speed, list[str]]:
-    own = time.process_time()
+    own, steps = time.process_time(), engine.backend.stats().steps
     answers = engine.run(all_of(engine, requests))
-    own = time.process_time() - own
+    own, steps = time.process_time() - own, engine.backend.stats().steps - steps
     begin = max(times[0] for _, _, times in answers)
     end = max(times[-1] for _, _, times in answers)
     tokens = sum(
         count * sum(moment > begin for moment in times) / len(times) for _, count, times in answers
     )
     every = sum(count for _, count, _ in answers)
-    return Speed(tokens / (end - begin), every / own), [text for text, _, _ in answers]
+    speed = Speed(tokens / (end - begin), every / own, 1000 * (end - begin) / max(steps - 1, 1))
+    return speed, [text for text, _, _ in answers]
 
 
 def compared(
@@ -216,6 +231,7 @@ def compared(
         str(ratio([x.own for x in speeds["auto"]], [x.own for x in speeds["off"]])),
         f"{tried:,}",
         f"{accepted / tried:.0%}" if tried else "",
+        *(f"{statistics.median(x.step for x in speeds[side]):.2f}" for side in ("off", "auto")),
     ]
     # A run takes minutes.
     tell(" | ".join(line))
@@ -323,6 +339,76 @@ def deeper(model: Path, times: int, folder: Path) -> Path:
     return folder
 
 
+def counting(
+    rows: int, first: int, tokens: int, *, known: bool, wrong: int = 0
+) -> list[GenerationRequest]:
+    """Requests whose answers count on. known: their prompts have these numbers, but for another in
+    one place of `wrong`."""
+    found = []
+    for number in range(first, first + rows):
+        dice = random.Random(number)
+        # Words of the tokenizer, far from the other rows' numbers.
+        begin = 1000 + 97 * dice.randrange(1000)
+        lead = [dice.randrange(110_000, 120_000) for _ in range(64)]
+        run = list(range(begin, begin + tokens + 16))
+        if wrong:
+            for place in range(wrong - 1, len(run), wrong):
+                run[place] = dice.randrange(110_000, 120_000)
+        prompt = [*lead, *(run if known else []), begin, begin + 1, begin + 2]
+        request = GenerationRequest(
+            "",
+            Tokens(tuple(prompt)),
+            sampling=Sampling(temperature=0.0),
+            stop=StopRules(ignore_eos=True),
+            max_tokens=tokens,
+        )
+        found.append(request)
+    return found
+
+
+def check_counting(engine: OurEngine) -> None:
+    (request,) = counting(1, 0, 8, known=False)
+    assert isinstance(request.prompt, Tokens)
+    last = request.prompt.ids[-1]
+    words = engine.loaded.tokenizer.decode(list(range(last + 1, last + 9)))
+    [(text, _, _)] = engine.run(all_of(engine, [replace(request, speculation="off")]))
+    if text != words:
+        refuse(f"it writes {text!r}, and not {words!r}")
+
+
+def report_shape(chosen: Namespace) -> None:
+    model = written(chosen.shape, chosen.folder / f"counting-{chosen.shape}", counts=True)
+    limits = EngineLimits(speculation="on" if chosen.always else "auto", longest_draft=chosen.draft)
+    engine = OurEngine(model, engine=limits)
+    check_counting(engine)
+    kinds: dict[str, dict[str, Any]] = {
+        "all known": {"known": True},
+        "one in 12 other": {"known": True, "wrong": 12},
+        "none known": {"known": False},
+    }
+    lines = []
+    for name, how in kinds.items():
+        for rows in chosen.rows:
+            asked = {
+                n: counting(rows, (n + 1) * rows, chosen.tokens, **how)
+                for n in range(-1, chosen.rounds)
+            }
+            lines.append(compared(engine, f"{name}, {rows} rows", chosen.rounds, asked))
+    forward = engine.backend.stats().forward
+    engine.close()
+    print_report(
+        f"Drafts, accepted by construction: {chosen.shape}, {forward}, at most {chosen.draft}",
+        COLUMNS,
+        lines,
+    )
+
+
+COLUMNS = (
+    *("", "off, tokens/s", "auto", "auto ÷ off", "of own time", "tokens tried", "accepted"),
+    *("off, ms a step", "auto"),
+)
+
+
 def main() -> None:
     arguments = parser(__doc__, rounds=5, model="demo-f32")
     arguments.add_argument("--rows", type=int, nargs="*", default=[1, 4, 64], help="rows at once")
@@ -333,7 +419,12 @@ def main() -> None:
     arguments.add_argument("--draft-model", type=Path, help="the folder of a draft model")
     arguments.add_argument("--deeper", type=int, help="the model drafts for one of so many times")
     arguments.add_argument("--own-draft", action="store_true", help="the model drafts for itself")
+    arguments.add_argument("--shape", choices=("tiny", "1b", "8b"), help="a counting model")
+    arguments.add_argument("--folder", type=Path, default=Path("/tmp/race"), help="of --shape")
     chosen = arguments.parse_args()
+    if chosen.shape:
+        report_shape(chosen)
+        return
     check_engine()
     if chosen.own_draft:
         with tempfile.TemporaryDirectory() as scratch:
@@ -363,7 +454,7 @@ def main() -> None:
         engine.close()
     print_report(
         f"Drafts: {chosen.model}",
-        ["", "off, tokens/s", "auto", "auto ÷ off", "of own time", "tokens tried", "accepted"],
+        COLUMNS,
         lines,
     )
 

@@ -11,13 +11,14 @@ _WRITE = """
 import sys
 from pathlib import Path
 from synthetic import write
-shape, folder, *bits = sys.argv[1:]
-write(shape, Path(folder), *map(int, bits))
+shape, folder, counts, *bits = sys.argv[1:]
+write(shape, Path(folder), *map(int, bits), counts=bool(counts))
 """
 
 
-def written(shape: str, folder: Path, *bits: int) -> Path:
+def written(shape: str, folder: Path, *bits: int, counts: bool = False) -> Path:
     """The model's folder, made by a process of its own, whose memory is free again afterwards."""
-    command = [sys.executable, "-c", _WRITE, shape, str(folder.absolute()), *map(str, bits)]
+    given = [shape, str(folder.absolute()), "counts" if counts else "", *map(str, bits)]
+    command = [sys.executable, "-c", _WRITE, *given]
     subprocess.run(command, check=True, cwd=HERE)
     return folder

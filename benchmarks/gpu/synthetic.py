@@ -8,9 +8,11 @@ first 256 is a word of its own, so that text comes with every token.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -369,9 +371,10 @@ def config_of(shape: str) -> dict[str, Any]:
     }
 
 
-def make(shape: str) -> nn.Module:
-    """The module in bfloat16 with random weights, evaluated."""
-    config = config_of(shape)
+def make(shape: str, own: Mapping[str, Any] = MappingProxyType({})) -> nn.Module:
+    """The module in bfloat16 with random weights, evaluated. own: what its configuration has
+    otherwise."""
+    config = config_of(shape) | own
     family = import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(0)
     model: nn.Module = family.Model(family.ModelArgs.from_dict(config))
@@ -406,13 +409,29 @@ def _as_trained(_: str, module: nn.Module) -> None:
             module.weight = mx.random.normal(module.weight.shape) * width**-0.5
 
 
-def write(shape: str, folder: Path, bits: int | None = None) -> Path:
+def count(model: nn.Module) -> None:
+    """Have a Llama write the token whose number follows that of the last one, whatever came before:
+    its layers add next to nothing, and the output layer has each embedding as the row of the token
+    that follows."""
+    for layer in model.layers:
+        for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            product.weight = product.weight * 1e-3
+        mx.eval(layer.parameters())
+    model.lm_head.weight = mx.roll(model.model.embed_tokens.weight, 1, axis=0)
+    mx.eval(model.parameters())
+
+
+def write(shape: str, folder: Path, bits: int | None = None, *, counts: bool = False) -> Path:
     """A model folder; nothing is done if it is there. `bits`: quantised, in groups of 64; of
-    GPT-OSS 4 bits are mxfp4 and of the experts alone, as it is published."""
+    GPT-OSS 4 bits are mxfp4 and of the experts alone, as it is published. counts: see `count`; its
+    output layer is then one of its own."""
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    model, config = make(shape), config_of(shape)
+    own = {"tie_word_embeddings": False} if counts else {}
+    model, config = make(shape, own), config_of(shape) | own
+    if counts:
+        count(model)
     if bits == 4 and config["model_type"] == "gpt_oss":
         model, config = quantize_model(
             model, config, 32, 4, mode="mxfp4", quant_predicate=is_of_experts

@@ -173,7 +173,7 @@ def prepare(
     )
     drafting = None
     if draft is not None:
-        if why := objection(limits, forward, looks_ahead=forward.looks_ahead):
+        if why := objection(limits, forward):
             log.warning("the draft model of %s is not loaded: %s", loaded.id, why)
         else:
             drafting = drafted(loaded, draft(), limits, choice, doing)
@@ -231,7 +231,7 @@ def drafted(
         ModelNotSupported: what its layers keep is not all on pages.
     """
     forward = choice(draft.model, limits.page_size, doing=doing)
-    if forward.prefixes != "pages" or forward.looks_ahead:
+    if forward.prefixes != "pages":
         raise ModelNotSupported(
             f"{draft.id} can't draft for {loaded.id}: what its layers keep of a text is not all on "
             "KV pages, and can't go back."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mlx_manager.mlx_server.core import (
     Event,
@@ -23,6 +23,7 @@ from mlx_manager.mlx_server.engine.statistics import Statistics
 from mlx_manager.mlx_server.engine.step.batch import Batch
 from mlx_manager.mlx_server.engine.stream import Outbox
 from mlx_manager.mlx_server.errors import MLXManagerError
+from mlx_manager.mlx_server.execution.forward import Snapshot
 from mlx_manager.mlx_server.text.grammar.guide import Masks
 
 
@@ -40,6 +41,7 @@ class Outputs:
         masks: finds the masks of guided rows.
         page_size: tokens of a page.
         statistics: counts tokens and drafts.
+        restore: see `TriedDrafts`.
 
     Attributes:
         at_fault: the row whose own output is being worked on: an error then fails this row alone.
@@ -52,6 +54,8 @@ class Outputs:
         masks: Masks,
         page_size: int,
         statistics: Statistics,
+        *,
+        restore: Callable[[Row, Snapshot], None],
     ) -> None:
         self.at_fault: Row | None = None
         self._scheduler = scheduler
@@ -59,7 +63,7 @@ class Outputs:
         self._page_size = page_size
         self._statistics = statistics
         self._guided = GuidedRows(masks)
-        self._tried = TriedDrafts(masks)
+        self._tried = TriedDrafts(masks, restore)
         self._unrouted: deque[DrawnToken] = deque()
 
     @property
@@ -149,9 +153,10 @@ class Outputs:
         self.at_fault = row
         kept = self._tried.accept(tried)
         self.at_fault = None
-        self._statistics.count_draft(len(draft.tokens), kept - 1)
-        if row.proposer is not None:
-            row.proposer.acceptance.observe(draft.method, len(draft.tokens), kept - 1)
+        if draft.method is not None:
+            self._statistics.count_draft(len(draft.tokens), kept - 1)
+            if row.proposer is not None:
+                row.proposer.acceptance.observe(draft.method, len(draft.tokens), kept - 1)
         self._leave_or_go_on(row)
         self._unrouted.append((row, tried.tokens[kept - 1], tried.scores.get(kept - 1)))
 

@@ -50,12 +50,15 @@ class LogitPositions:
     chunks: dict[int, int]
 
     @classmethod
-    def of(cls, rows: int, chunks: Sequence[Chunk], drafts: int = 0) -> LogitPositions:
-        """Return the positions of a step. drafts: the number of the first chunks that draw at every
-        place, since each is a row's draft."""
-        end = rows + sum(len(chunk.tokens) for chunk in chunks[:drafts])
+    def of(cls, rows: int, chunks: Sequence[Chunk], drafts: Sequence[int] = ()) -> LogitPositions:
+        """Return the positions of a step. drafts: of each of the first chunks, which are rows'
+        drafts, the number of its last tokens at which the row draws."""
+        end = rows
         positions = cls(list(range(end)), {})
-        for number, chunk in enumerate(chunks[drafts:], drafts):
+        for chunk, places in zip(chunks, drafts, strict=False):
+            end += len(chunk.tokens)
+            positions.draws.extend(range(end - places, end))
+        for number, chunk in enumerate(chunks[len(drafts) :], len(drafts)):
             if chunk.every:
                 positions.chunks[number] = end
                 end += len(chunk.tokens)
@@ -67,8 +70,9 @@ class LogitPositions:
 
     def drawn(self, logits: mx.array) -> mx.array:
         """Return the logits that are drawn from, (draws, vocabulary); all of them if nothing is
-        drawn."""
-        return logits[mx.array(self.draws, mx.int32)] if self.chunks and self.draws else logits
+        drawn. Those of padding may follow."""
+        first = not self.chunks and self.draws == list(range(len(self.draws)))
+        return logits if first or not self.draws else logits[mx.array(self.draws, mx.int32)]
 
 
 Logprobs = tuple[mx.array, mx.array, mx.array]

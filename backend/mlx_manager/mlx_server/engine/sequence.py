@@ -160,6 +160,13 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
+    def due(self) -> int:
+        """Return the number of tokens that the next step computes of a running row: its newest, and
+        those before that recurrent layers have to see again, since they went further than the row
+        has drawn."""
+        return len(self.tokens) + self.pending - self.computed
+
+    @property
     def blocked(self) -> bool:
         """Return whether the next token is a picture's whose features are not there, or is being
         read from disk."""

@@ -164,7 +164,7 @@ class TextEngine:
         """Return the chooser of drafts, where rows may bring some."""
         limits = self._limits
         always = limits.speculation == "on"
-        if why := objection(limits, self._forward, looks_ahead=looks_ahead):
+        if why := objection(limits, self._forward):
             if always:
                 log.warning("no drafts are tried: %s", why)
             return None
@@ -173,6 +173,8 @@ class TextEngine:
             most,
             self._budget.plain_time,
             always=always,
+            ahead=looks_ahead,
+            sees_again=self._forward.prefixes != "pages",
             model=self._draft_model,
         )
 
@@ -190,7 +192,12 @@ class TextEngine:
         )
         self._admission = AdmissionControl(self._scheduler, memory, self._ledger, limits)
         self._outputs = Outputs(
-            self._scheduler, self._outbox, self._masks, limits.page_size, self._statistics
+            self._scheduler,
+            self._outbox,
+            self._masks,
+            limits.page_size,
+            self._statistics,
+            restore=memory.snapshots.restore,
         )
         self._runner = ModelRunner(forward)
         self._pipeline = self._pipeline_of(self)
@@ -308,7 +315,7 @@ class TextEngine:
         ahead = not self._pipeline.in_place or self._forward.puts_together_ahead
         last = self._pipeline.last
         tried = last is not None and bool(last.batch.drafts)
-        return not ahead or tried or self._scheduler.drafts or self._scheduler.tight
+        return not ahead or self._scheduler.awaits_drafts(tried) or self._scheduler.tight
 
     @property
     def prompts_wait(self) -> bool:
@@ -382,9 +389,7 @@ class TextEngine:
         drafting = 0.0 if self._speculation is None else self._speculation.take_seconds()
         if seconds is not None:
             seconds = max(seconds - drafting, 0.0)
-            if step.load.drafts and self._speculation is not None:
-                self._speculation.observe(seconds, step.load)
-            else:
+            if self._speculation is None or not self._speculation.observe(seconds, step.load):
                 self._budget.pace.observe(seconds, step.load)
             if self._disk is not None:
                 plain = self._budget.plain_time(step.load.rows)

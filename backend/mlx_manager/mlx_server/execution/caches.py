@@ -123,6 +123,13 @@ def extend(batch: Any, more: Any) -> Any:
     return batch
 
 
+def extract(batch: Any, row: int) -> Any:
+    """Return the caches of one row of a batch."""
+    if isinstance(batch, CacheList):
+        return CacheList(*(extract(member, row) for member in batch.caches))
+    return batch if isinstance(batch, PagedLayer) else batch.extract(row)
+
+
 def filter_rows(batch: Any, keep: list[int]) -> Any:
     for leaf in leaves_of(batch):
         if not isinstance(leaf, PagedLayer):

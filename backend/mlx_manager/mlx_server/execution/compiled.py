@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 STEPS_BEFORE_COMPILING = 64
+# The same of steps that come now and then, all of them late if they are put together anew.
+STEPS_BEFORE_COMPILING_SOON = 2
 # Kinds of step that stay compiled. Each keeps the sources of its launches, some megabytes where the
 # sources are not abbreviated.
 MOST_COMPILED = 64
@@ -60,18 +62,21 @@ class Kinds:
         self.compiles = False
         self.forget()
 
-    def run(self, kind: Hashable, plain: Callable[..., Any], *arrays: Any) -> Any:
+    def run(
+        self, kind: Hashable, plain: Callable[..., Any], *arrays: Any, soon: bool = False
+    ) -> Any:
         """Return `plain(*arrays)`, by the step compiled for other arrays of `kind` if there is one.
 
         `plain` only makes arrays, from `arrays` and from others that never change. All else that
         its result depends on is in `kind`. A step that cannot be put together without the content
-        of its arrays is not compiled, and from then on no other step is.
+        of its arrays is not compiled, and from then on no other step is. soon: compile the kind
+        after a few steps of it.
         """
         run = self._compiled.pop(kind, None)
         if run is not None:
             self._compiled[kind] = run
             return run(*arrays)
-        if not self.compiles or not self._comes_again(kind):
+        if not self.compiles or not self._comes_again(kind, soon):
             return plain(*arrays)
         run = self._compile(plain)
         try:
@@ -85,10 +90,11 @@ class Kinds:
         self._compiled[kind] = run
         return found
 
-    def _comes_again(self, kind: Hashable) -> bool:
+    def _comes_again(self, kind: Hashable, soon: bool) -> bool:
         """Count the kind, and return whether it has come often enough to be compiled."""
         self._seen[kind] += 1
-        if self._seen[kind] <= (1 if self.early else STEPS_BEFORE_COMPILING):
+        usual = STEPS_BEFORE_COMPILING_SOON if soon else STEPS_BEFORE_COMPILING
+        if self._seen[kind] <= (1 if self.early else usual):
             return False
         del self._seen[kind]
         return True

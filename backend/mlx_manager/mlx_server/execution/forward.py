@@ -168,7 +168,8 @@ class Forward(Protocol):
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         """Return logits (rows + those of chunks, vocabulary), rows first; not evaluated.
 
-        Without chunks, rows that mean nothing may follow. Where no logits are wanted, the result is
+        Rows that mean nothing may follow, unless there is a chunk that wants logits of its last
+        token alone. Where no logits are wanted, the result is
         one row that means nothing. The step has been done when the result and `state` have been
         evaluated.
         """

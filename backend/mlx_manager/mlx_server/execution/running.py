@@ -42,7 +42,8 @@ class DeviceBatch:
             the next step, 0 for padding. splits: those of each kind of attention, made `age` steps
             ago. slots: one array, (padded rows,), each row's slot, if recurrent layers have slots.
         shifts: one array, (padded rows,), added to each row's place for the position by which it is
-        rotated, if something is added to any.
+        rotated, if something is added to any. written: one array, (padded rows,), the slot on pages
+        that each row's newest token is written to, -1 for padding, if rows may have the same pages.
     """
 
     keys: list[int]
@@ -53,6 +54,7 @@ class DeviceBatch:
     splits: Mapping[Any, Splits]
     slots: Sequence[mx.array]
     shifts: Sequence[mx.array] = ()
+    written: Sequence[mx.array] = ()
     age: int = 0
 
     def padded(self, tokens: mx.array) -> mx.array:
@@ -116,8 +118,10 @@ class Running:
         tables: Sequence[PageTable],
         lengths: list[int],
         shifts: Sequence[int] = (),
+        written: Sequence[int] = (),
     ) -> DeviceBatch:
-        """Return a batch of these rows as if no step had come before. shifts: see `Decode`."""
+        """Return a batch of these rows as if no step had come before. shifts: see `Decode`.
+        written: slots on pages; see `DeviceBatch`."""
         padded = self._padded(lengths)
         slots = self._slots(keys)
         with together():
@@ -130,6 +134,7 @@ class Running:
                 self._plan(padded),
                 [send(self._padded(slots))] if slots else [],
                 [send(self._padded(shifts))] if len(shifts) else [],
+                [send(self._padded(written, -1))] if len(written) else [],
             )
 
     def _table(self, tables: Sequence[PageTable]) -> mx.array:
@@ -141,7 +146,7 @@ class Running:
             table[row, : len(own)] = own.pages
         return send(table)
 
-    def _padded(self, numbers: Sequence[int]) -> NDArray[np.int32]:
-        padded = np.zeros(self._size(len(numbers)), np.int32)
+    def _padded(self, numbers: Sequence[int], by: int = 0) -> NDArray[np.int32]:
+        padded = np.full(self._size(len(numbers)), by, np.int32)
         padded[: len(numbers)] = numbers
         return padded

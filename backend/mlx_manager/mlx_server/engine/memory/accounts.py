@@ -66,7 +66,10 @@ class EngineMemory:
             Line(ledger, f"{kind}:{name}") for kind in ("pages", "states", "snapshots")
         )
         self.pool = PagePool(limits.page_size, prefix_cache=limits.prefix_cache)
-        self.states = StateMemory(states, forward.row_bytes, limits.max_rows)
+        # A row that brings a draft keeps a state more than a step and the next one take.
+        drafting = limits.speculation != "off" and forward.prefixes == "snapshot"
+        row_bytes = forward.row_bytes + (forward.row_bytes // 2 if drafting else 0)
+        self.states = StateMemory(states, row_bytes, limits.max_rows)
         # Layers of different sizes have different groups.
         self.kv_format = ", ".join(sorted({store.format for store in forward.stores}))
         self._forwards = [forward] if draft is None else [forward, draft]

@@ -12,7 +12,9 @@ class StepLoad:
 
     rows: running rows. tokens: prompt tokens, in chunks. context: tokens before a chunk, summed
     over chunks. seen: tokens that a chunk's token attends to, itself included, summed over all.
-    drafting: those of the rows that bring drafts. drafts: tokens of all drafts.
+    drafting: those of the rows that bring drafts. drafts: tokens of all drafts, and those of
+    the rows that are computed again. late: whether the
+    last step's tokens were read before this one was planned, for the sake of drafts.
     """
 
     rows: int = 0
@@ -21,6 +23,7 @@ class StepLoad:
     seen: int = 0
     drafting: int = 0
     drafts: int = 0
+    late: bool = False
 
     def with_chunk(self, before: int, tokens: int) -> StepLoad:
         """Return this load with a chunk of `tokens` more tokens of a prompt, after its first

@@ -66,7 +66,7 @@ class Paging:
             if row in running:
                 self._continue(row, give_way)
         size = self.pool.page_size
-        room = [len(row.table) * size - row.computed for row in running]
+        room = [len(row.table) * size - row.computed - row.due + 1 for row in running]
         self._short_at = step + min(room, default=0)
 
     def stretch(self, row: Sequence, tokens: int, spare: int) -> int:
@@ -76,13 +76,13 @@ class Paging:
         spare: pages that must be left.
         """
         size, table = self.pool.page_size, row.table
-        lacking = self.pool.pages_for(row.computed + 1 + tokens) - len(table)
+        lacking = self.pool.pages_for(row.computed + row.due + tokens) - len(table)
         if lacking > 0:
             free = self.pool.free - spare
             ample = lacking <= free or self._memory.grow(lacking - free, urgent=False)
             if ample or lacking + spare <= self.pool.available:
                 table.extend(self.pool.allocate(lacking) or ())
-        return min(tokens, len(table) * size - row.computed - 1)
+        return min(tokens, len(table) * size - row.computed - row.due)
 
     def look_again(self) -> None:
         """Look at all running rows again before the next step: one has joined, or may have drawn
@@ -92,7 +92,7 @@ class Paging:
     def _short(self, running: list[Sequence]) -> list[Sequence]:
         """Return the running rows that have no page for their next token."""
         size = self.pool.page_size
-        return [row for row in running if row.computed >= len(row.table) * size]
+        return [row for row in running if row.computed + row.due > len(row.table) * size]
 
     def _reach_ahead(self, running: list[Sequence]) -> None:
         """Give all running rows the pages that they need shortly, where there are plenty."""

@@ -22,16 +22,18 @@ class Prefill:
 class Schedule:
     """Work of one step: running rows, a token each, and chunks of prompts. False if there is none.
 
-    drafts: those that some of the rows bring. load: the amount of all the work.
+    drafts: those that some of the rows bring. late: see `StepLoad`. load: the amount of all the
+    work.
     """
 
     rows: list[Sequence]
     prefills: list[Prefill] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
+    late: bool = False
     load: StepLoad = field(init=False)
 
     def __post_init__(self) -> None:
-        self.load = StepLoad(len(self.rows))
+        self.load = StepLoad(len(self.rows), late=self.late)
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.prefills)
@@ -48,10 +50,16 @@ class Schedule:
         self.prefills.append(prefill)
 
     def add_draft(self, draft: Draft) -> None:
-        """Add the draft of one of the rows, and count its tokens into the row's `computed`."""
-        self.load = self.load.with_draft(len(draft.tokens))
-        draft.sequence.computed += len(draft.tokens)
+        """Add the draft of one of the rows."""
+        self.load = self.load.with_draft(draft.queries - 1)
         self.drafts.append(draft)
+
+    def count_rows(self) -> None:
+        """Count what the step computes of the rows into each one's `computed`."""
+        for row in self.rows:
+            row.computed += row.due
+        for draft in self.drafts:
+            draft.sequence.computed += len(draft.tokens)
 
 
 def chunk(

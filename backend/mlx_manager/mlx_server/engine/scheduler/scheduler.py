@@ -129,6 +129,8 @@ class Scheduler:
         self._steps = 0
         # Keys of the prompts with a chunk in the last step.
         self._chunked: set[int] = set()
+        # Whether the next step is `StepLoad.late`.
+        self._late = False
 
     @property
     def tight(self) -> bool:
@@ -137,11 +139,12 @@ class Scheduler:
         running = self.queues.running
         return self._paging.is_short(running, self._steps + 1) or self._fairness.has_claims
 
-    @property
-    def drafts(self) -> bool:
-        """Return whether a running row may bring a draft to the next step, which depends on tokens
-        that the host must have read."""
-        return self._drafting is not None and self._drafting.is_likely(self.queues.running)
+    def awaits_drafts(self, tried: bool) -> bool:
+        """Return whether the next step depends on tokens that the host must have read: a running
+        row may bring a draft to it, or has brought one to the last step (`tried`)."""
+        drafting = self._drafting
+        self._late = tried or (drafting is not None and drafting.is_likely(self.queues.running))
+        return self._late
 
     @property
     def beginning(self) -> int:
@@ -202,19 +205,21 @@ class Scheduler:
         if row is not None and not row.pending:
             self._pause(row)
         self._paging.supply(self.queues.running, self._steps, self._pause_last)
-        chosen = Schedule(self._fairness.turn(self._steps))
+        chosen = Schedule(self._fairness.turn(self._steps), late=self._late)
+        self._late = False
         scored = self._prefill(chosen, budget)
         if self._drafting is not None and chosen.rows:
             self._draft(chosen, self._drafting, scored)
         self._chunked = {prefill.sequence.key for prefill in chosen.prefills}
+        chosen.count_rows()
         for row in chosen.rows:
-            row.computed += 1
             row.stepped_at = self._steps
         self.queues.running += full
         return chosen
 
     def _draft(self, chosen: Schedule, drafting: Drafting, most: int) -> None:
-        """Let rows bring drafts, at most so many tokens in all, where there are pages for them."""
+        """Let rows bring drafts, at most so many tokens in all, where there are pages. A row that
+        has more than one token due brings one in any case."""
         spare = len(self.queues.running)
 
         def room(row: Sequence, tokens: int) -> int:
@@ -224,7 +229,11 @@ class Scheduler:
             samplers = row.samplers_along(proposal.tokens[: room(row, len(proposal.tokens))])
             if len(samplers) > 1:
                 tokens = proposal.tokens[: len(samplers) - 1]
-                chosen.add_draft(Draft(row, proposal.method, tokens, samplers))
+                chosen.add_draft(Draft(row, proposal.method, tokens, samplers, row.due))
+        bring = {draft.sequence.key for draft in chosen.drafts}
+        for row in chosen.rows:
+            if row.due > 1 and row.key not in bring:
+                chosen.add_draft(Draft(row, None, (), [row.sampler], row.due))
         if chosen.drafts:
             self._paging.look_again()
             self.queues.look_again()

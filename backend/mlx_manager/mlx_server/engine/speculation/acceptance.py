@@ -47,16 +47,20 @@ class Acceptance:
             self.rates["draft_model"] = usual
 
     def observe(self, method: Method, drafted: int, accepted: int) -> None:
-        """Learn that the first `accepted` of `drafted` tokens were drawn."""
+        """Learn that the first `accepted` of `drafted` tokens, which were tried, were drawn."""
+        self.learn(method, drafted, accepted)
+        if method == "prediction":
+            self.drafted += drafted
+            self.accepted += accepted
+
+    def learn(self, method: Method, drafted: int, accepted: int) -> None:
+        """Learn that the first `accepted` of `drafted` tokens, tried or not, were drawn."""
         rate = self.rates[method]
         for _ in range(accepted):
             rate += LEARNT * (1 - rate)
         if accepted < drafted:
             rate -= LEARNT * rate
         self.rates[method] = rate
-        if method == "prediction":
-            self.drafted += drafted
-            self.accepted += accepted
 
     def pass_over(self, method: Method) -> None:
         """Note that no draft was tried in a step, since it would not have been worth it."""

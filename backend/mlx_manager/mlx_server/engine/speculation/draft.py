@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mlx_manager.mlx_server.engine.sampling import SamplerState
+from mlx_manager.mlx_server.execution.forward import Snapshot
 
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.engine.sequence import Sequence as Row
@@ -33,15 +34,25 @@ class Proposal:
 class Draft:
     """Draft of one row in one step.
 
-    samplers: the states by which the row draws: its own, and the one after each of `tokens`.
+    tokens: none if the row only sees again what it has drawn; `method` is None then. samplers: the
+    states by which the row draws: its own, and the one after each of `tokens`. due: the row's own
+    tokens before these that the step computes; see `Sequence.due`. before: what recurrent layers
+    have kept of the row before the step, to which they go back if not all is drawn.
     """
 
     sequence: Row
-    method: Method
+    method: Method | None
     tokens: Sequence[int]
     samplers: Sequence[SamplerState]
+    due: int = 1
+    before: Snapshot | None = None
 
     @property
     def places(self) -> int:
         """Return the number of tokens that the row draws, kept or not."""
         return len(self.samplers)
+
+    @property
+    def queries(self) -> int:
+        """Return the number of tokens that the step computes of the row."""
+        return self.due + len(self.tokens)

@@ -23,6 +23,7 @@ from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.kv.prefix import Node
 from mlx_manager.mlx_server.engine.sampling import SamplerState, SamplingBatch, best, sample
 from mlx_manager.mlx_server.engine.scheduler.cost import Cost
+from mlx_manager.mlx_server.engine.scores import LogitPositions
 from mlx_manager.mlx_server.engine.sequence import Sequence as Row
 from mlx_manager.mlx_server.engine.speculation.acceptance import EXPECTED
 from mlx_manager.mlx_server.engine.step.clock import StepClock
@@ -257,6 +258,7 @@ class DraftModel:
         chunks = [_chunk(guess, self._known(guess.unread)) for guess in others]
         logits = self._forward.run(self._decode(single) if single else None, chunks)
         ordered = [*single, *others]
+        logits = LogitPositions.of(len(single), chunks, [1] * len(chunks)).drawn(logits)
         tokens = self._drawn(logits[: len(ordered)], ordered)
         self._clock.wait(lambda: mx.eval(tokens, self._forward.state()))
         drawn: list[int] = tokens.tolist()  # type: ignore[assignment]
@@ -297,7 +299,7 @@ class DraftModel:
 
 def _chunk(guess: Guess, tokens: list[int]) -> Chunk:
     row = guess.row
-    return Chunk(row.key, Span(row.table, guess.length, len(tokens)), tokens, True)
+    return Chunk(row.key, Span(row.table, guess.length, len(tokens)), tokens, True, every=True)
 
 
 def _amounts(rows: int, tokens: int) -> tuple[float, float, float]:

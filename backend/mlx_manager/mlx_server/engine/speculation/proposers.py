@@ -59,6 +59,8 @@ class SearchedTokens:
                     return []
                 break
             last = longer
+            if len(last) == 1 and back + 1 >= least:
+                break
         if not len(last):
             return []
         enough = last[last + most < self.size]
@@ -80,20 +82,23 @@ class Proposer:
 
     Attributes:
         acceptance: what became of its drafts.
-        idle: steps since it had one.
+        idle: steps in which it was asked for one and had none since it had one.
     """
 
     def __init__(self, prediction: Sequence[int] = ()) -> None:
         self.acceptance = Acceptance()
         self.idle = 0
+        # What was foreseen behind the row's first so many tokens.
+        self._foreseen: tuple[int, Proposal] | None = None
         self._prediction = SearchedTokens(prediction) if prediction else None
         self._text: SearchedTokens | None = None
 
-    def looks(self, step: int) -> bool:
-        """Return whether a draft is to be looked for in a step: rarely, where none has been found
-        lately, and then in the same steps as for other rows. To look, the host must have read the
-        row's last token before the step begins, which then can't be put together meanwhile."""
-        return self.idle < PATIENCE or step % SELDOM == 0
+    def looks(self, step: int, seldom: int = SELDOM) -> bool:
+        """Return whether a draft is to be looked for in a step: in one of `seldom`, where none has
+        been found lately, and then in the same steps as for other rows. To look, the host must have
+        read the row's last token before the step begins, which then can't be put together
+        meanwhile."""
+        return self.idle < PATIENCE or step % seldom == 0
 
     def likeliest(self, row: Row) -> tuple[Method, float]:
         """Return the way in which the draft that is likeliest to be drawn could be found, and how
@@ -106,11 +111,27 @@ class Proposer:
         rates = self.acceptance.rates
         return max(((each, rates[each]) for each in methods), key=lambda each: each[1])
 
-    def propose(self, row: Row, most: int) -> Proposal | None:
-        """Return at most `most` tokens that the row may draw next; None if nothing tells them.
+    def foresee(self, row: Row, most: int) -> Proposal | None:
+        """Return at most `most` tokens that follow those of the row that the host knows; None if
+        nothing tells them. Learn from what comes after them, which need not be tried for that."""
+        self.see(row)
+        found = self.propose(row, most)
+        if found is not None:
+            self._foreseen = len(row.tokens), found
+        self.idle = 0 if found is not None else self.idle + 1
+        return found
 
-        The host must know all tokens of the row.
-        """
+    def see(self, row: Row) -> None:
+        """Learn whether the token that was foreseen is the one that was drawn."""
+        if self._foreseen is not None and len(row.tokens) > self._foreseen[0]:
+            place, proposal = self._foreseen
+            drawn = row.tokens[place] == proposal.tokens[0]
+            self.acceptance.learn(proposal.method, 1, int(drawn))
+            self._foreseen = None
+
+    def propose(self, row: Row, most: int) -> Proposal | None:
+        """Return at most `most` tokens that the row may draw next, after those that the host knows;
+        None if nothing tells them."""
         if row.guide is not None and (forced := row.guide.forced):
             return Proposal("grammar", forced[:most])
         found: tuple[Method, list[int]] = "prediction", self._predicted(row, most)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.engine.scheduler.cost import Cost
@@ -14,7 +15,7 @@ from mlx_manager.mlx_server.engine.sequence import Sequence as Row
 from mlx_manager.mlx_server.engine.speculation.acceptance import Acceptance
 from mlx_manager.mlx_server.engine.speculation.draft import Proposal
 from mlx_manager.mlx_server.engine.speculation.draft_model import DraftModel
-from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
+from mlx_manager.mlx_server.engine.speculation.proposers import SELDOM, Proposer
 from mlx_manager.mlx_server.execution.forward import Forward
 
 # Drafts must give at least so many times the tokens that the batch would draw in the seconds that
@@ -31,8 +32,20 @@ STEP, DRAFT, LIKE_ROWS = 1 / 16, 1 / 48, 12
 # Drafts and tokens of steps that are taken to have been seen when learning begins, or one slow step
 # would end all trying.
 PRESUMED = ((1, 1), (1, 8), (2, 4), (4, 32))
-# Steps after which prices by which nothing pays are forgotten.
-FORGOTTEN = 128
+# The same where steps are queued ahead. A step with drafts is not, and is put together while the
+# device waits; it is large enough for more tokens to cost it little.
+STEP_AHEAD, LIKE_ROWS_AHEAD = 1 / 2, 128
+# Part of a plain step's seconds that a step takes more if it is not queued ahead, before it is
+# known, and the weight of each such step in the moving average.
+LATE, LATE_LEARNT = 1 / 4, 0.1
+# Most of a plain step's seconds that rows lose on average by looking for drafts that can't be
+# foreseen and are not there.
+LOST = 1 / 50
+# First steps with drafts of so many rows that nothing is learnt from, since a device that queues
+# ahead has them compiled, and those after them whose least seconds are what learning begins with.
+COMPILED, FIRST = 8, 3
+# Steps after which prices by which nothing pays are forgotten, at first and at most.
+FORGOTTEN, LONGEST_FORGOTTEN = 128, 4096
 DRAFTS, TOKENS = 4, 8
 # A draft model reads what a row has so far if that takes at most this part of the seconds of what
 # the row may still draw, of which so many tokens count.
@@ -59,6 +72,10 @@ class Speculation:
         most: most tokens of a step, besides those of rows.
         plain: returns the seconds of a step of so many rows without drafts; 0: unknown.
         always: drafts are tried whatever they bring.
+        ahead: whether a step is queued before the last one's tokens are read, unless it may have
+            drafts: what that costs is a part of their price.
+        sees_again: whether a row whose draft is not drawn to its end has to see again what it has
+            drawn: that, too, is a part of the price.
         model: guesses for rows that nothing else is found for; None: there is no such model.
     """
 
@@ -69,19 +86,29 @@ class Speculation:
         plain: Callable[[int], float],
         *,
         always: bool,
+        ahead: bool = False,
+        sees_again: bool = False,
         model: DraftModel | None = None,
     ) -> None:
         self._longest = longest
         self._most = most
         self._plain = plain
         self._always = always
+        self._ahead = ahead
+        self._sees_again = sees_again
         self._model = model
         # Steps since the draft model has guessed, and until it does so again if it does not pay.
         self._rested, self._wait = 0, WAIT
         # Seconds of drafts, of each of them and of each token, by rows as a power of two.
         self._prices: dict[int, Cost] = {}
+        self._seen: Counter[int] = Counter()
+        self._first: defaultdict[int, list[float]] = defaultdict(list)
+        # Seconds that a step without drafts takes more if it is not queued ahead.
+        self._late: dict[int, float] = {}
+        # Whether the last step has drafts, and steps to come that have none.
+        self._tried, self._rests = False, 0
         self._since_plain = 0
-        self._without = 0
+        self._without, self._forgotten = 0, FORGOTTEN
         self._steps = 0
 
     def is_likely(self, rows: Sequence[Row]) -> bool:
@@ -91,14 +118,42 @@ class Speculation:
         if not able or self._always:
             return bool(able)
         plan = self._plan(len(rows))
-        if not plan.bears(self._longest):
+        if self._rests or not plan.bears(self._longest, len(able)):
             return False
-        rates = [
-            proposer.likeliest(row)[1] for row, proposer in able if proposer.looks(self._steps)
-        ]
-        if any(plan.lengths((rate, self._longest) for rate in rates)):
+        found = self._foreseen(able, plan) if self._ahead else self._expected(able)
+        if any(plan.lengths(found)):
             return True
+        if found and self._ahead:
+            self._forget(len(rows))
         return self._probes or bool(self._guessable(able, plan)[1])
+
+    def _expected(self, able: Able) -> list[tuple[float, int]]:
+        """Return the drafts that rows may bring, as `_Plan.lengths` takes them."""
+        return [
+            (proposer.likeliest(row)[1], self._longest)
+            for row, proposer in able
+            if proposer.looks(self._steps)
+        ]
+
+    def _foreseen(self, able: Able, plan: _Plan) -> list[tuple[float, int]]:
+        """Return the drafts that rows will bring if they draw next what they are expected to: to
+        look costs the host little while the device is busy, but to wait for it, much. What a
+        grammar allows is not known before."""
+        seldom = max(SELDOM, ceil(self._lost(plan.rows, plan.seconds) / (LOST * plan.seconds)))
+        drafts = []
+        for row, proposer in able:
+            left = min(self._longest, row.limit - row.drawn - 1)
+            if row.outcome is not None or left < 1 or row.due > self._longest:
+                continue
+            if row.guide is not None:
+                if proposer.looks(self._steps, seldom):
+                    drafts.append((proposer.likeliest(row)[1], left))
+            elif proposer.looks(self._steps):
+                proposal = proposer.foresee(row, left + row.pending)
+                tokens = 0 if proposal is None else len(proposal.tokens) - row.pending
+                if proposal is not None and tokens > 0:
+                    drafts.append((_rate(row, proposal), tokens))
+        return sorted(drafts, reverse=True)
 
     def choose(
         self, rows: Sequence[Row], load: StepLoad, most: int, room: Room
@@ -114,9 +169,8 @@ class Speculation:
             found = list(_within(self._found(able), most))
             return found + self._guessed(_others(able, found), None, _left(most, found), room)
         plan = self._plan(load.rows)
-        if not plan.bears(self._longest) or self._since_plain >= PLAIN:
-            self._since_plain = 0
-            self._forget(load.rows)
+        if self._rests or self._since_plain >= PLAIN or not plan.bears(self._longest, len(able)):
+            self._rest(load.rows)
             return ()
         found = list(_within(self._worthwhile(able, plan), most))
         if self._model is not None:
@@ -124,31 +178,75 @@ class Speculation:
             after, others = plan.after(rates), _others(able, found)
             found += self._guessed(others, after, _left(most, found), room)
         self._since_plain = self._since_plain + 1 if found else 0
+        self._tried = bool(found)
         return found
+
+    def _rest(self, rows: int) -> None:
+        """Let a step have no drafts. What a step takes that is queued ahead shows in the second of
+        two."""
+        if self._rests:
+            self._rests -= 1
+        elif self._since_plain >= PLAIN:
+            self._rests, self._forgotten = int(self._ahead), FORGOTTEN
+        else:
+            self._forget(rows)
+        self._since_plain, self._tried = 0, False
 
     def take_seconds(self) -> float:
         """Return the seconds in which the draft model has worked since the last call."""
         return 0.0 if self._model is None else self._model.take_seconds()
 
-    def observe(self, seconds: float, load: StepLoad) -> None:
-        """Learn that a step of `load`, with drafts, took `seconds`."""
-        plain = self._plain(load.rows)
-        if plain > 0 and not load.tokens:
-            amounts = _amounts(load.drafting, load.drafts)
-            self._price(load.rows, plain).learn(amounts, max(seconds - plain, plain * DRAFT))
+    def observe(self, seconds: float, load: StepLoad) -> bool:
+        """Learn that a step of `load` took `seconds`, if that is due to drafts; return whether it
+        is."""
+        plain, kind = self._plain(load.rows), load.rows.bit_length()
+        known = plain > 0 and not load.tokens
+        if load.drafts:
+            if known:
+                self._learn(load, plain, max(seconds - plain, plain * DRAFT))
+            return True
+        if not (known and load.late and self._ahead):
+            return False
+        before = self._lost(load.rows, plain)
+        self._late[kind] = before + LATE_LEARNT * (max(seconds - plain, 0.0) - before)
+        return True
+
+    def _learn(self, load: StepLoad, plain: float, more: float) -> None:
+        """Learn that drafts took so many seconds more than a step without, which is `plain`."""
+        amounts, kind = _amounts(load.drafting, load.drafts), load.rows.bit_length()
+        price = self._price(load.rows, plain)
+        if self._ahead:
+            self._seen[kind] += 1
+            number = self._seen[kind] - COMPILED
+            if number <= 0:
+                return
+            if number <= FIRST:
+                self._first[kind].append(more / price.of(amounts))
+                if number < FIRST:
+                    return
+                scale = min(self._first.pop(kind))
+                price = self._prices[kind] = self._presumed(load.rows, plain * scale)
+        price.learn(amounts, more)
+
+    def _lost(self, rows: int, plain: float) -> float:
+        """Return the seconds that a step of so many rows takes more if it is not queued ahead."""
+        return self._late.get(rows.bit_length(), LATE * plain)
 
     def _found(self, able: Able) -> list[tuple[Row, Proposal]]:
         """Return the rows that have a draft."""
         found = []
         for row, proposer in able:
             longest = min(self._longest, row.limit - row.drawn - 1)
-            known = not row.pending and row.outcome is None
-            proposal = proposer.propose(row, longest) if known and longest > 0 else None
+            if row.pending or row.outcome is not None:
+                proposer.acceptance.pass_over(proposer.likeliest(row)[0])
+                continue
+            proposer.see(row)
+            # What a row has to see again would grow with each draft that is not drawn to its end.
+            tries = longest > 0 and row.due <= self._longest
+            proposal = proposer.propose(row, longest) if tries else None
             proposer.idle = 0 if proposal is not None else proposer.idle + 1
             if proposal is not None:
                 found.append((row, proposal))
-            elif not known:
-                proposer.acceptance.pass_over(proposer.likeliest(row)[0])
         return found
 
     def _worthwhile(self, able: Able, plan: _Plan) -> list[tuple[Row, Proposal]]:
@@ -214,7 +312,9 @@ class Speculation:
 
     def _may_guess(self, row: Row) -> bool:
         model = self._model
-        return model is not None and model.takes(row, self._longest) and row.limit - row.drawn > 1
+        if model is None or row.due > self._longest:
+            return False
+        return model.takes(row, self._longest) and row.limit - row.drawn > 1
 
     def _affords(self, model: DraftModel, row: Row, unread: int) -> bool:
         """Return whether a row still draws so many tokens that the draft model had best read so
@@ -283,30 +383,43 @@ class Speculation:
         plain = self._plain(rows)
         most = plain * SLOWER if rows > 1 else inf
         if not plain:
-            return _Plan(rows, rows, 0.0, 0.0, 0.0, 0.0, most)
+            return _Plan(rows, rows, 0.0, 0.0, 0.0, 0.0, most, self._sees_again)
         step, draft, token = self._price(rows, plain).prices
-        return _Plan(rows, rows, plain, step, draft / DRAFTS, token / TOKENS, most)
+        if self._ahead and not self._tried:
+            # The step after the last one with drafts will not be queued ahead either.
+            step += self._lost(rows, plain)
+        prices = (step, draft / DRAFTS, token / TOKENS)
+        return _Plan(rows, rows, plain, *prices, most, self._sees_again)
 
     def _price(self, rows: int, plain: float) -> Cost:
         known = self._prices.get(rows.bit_length())
-        if known is not None:
-            return known
-        cost = self._prices[rows.bit_length()] = Cost(3)
+        if known is None:
+            known = self._prices[rows.bit_length()] = self._presumed(rows, plain)
+        return known
+
+    def _presumed(self, rows: int, plain: float) -> Cost:
+        cost = Cost(3)
+        step = STEP_AHEAD if self._ahead else STEP
+        like = LIKE_ROWS_AHEAD if self._ahead else LIKE_ROWS
         cost.learn_all(
             (
                 _amounts(drafts, tokens),
-                plain * (STEP + drafts * DRAFT + tokens / (rows + LIKE_ROWS)),
+                plain * (step + drafts * DRAFT + tokens / (rows + like)),
             )
             for drafts, tokens in PRESUMED
         )
         return cost
 
     def _forget(self, rows: int) -> None:
-        """Count a step without drafts, and forget prices by which there were none for long."""
+        """Count a step without drafts, and forget prices by which there were none for long. If they
+        have not paid by the next ones either, those are kept for longer."""
         self._without += 1
-        if self._without >= FORGOTTEN:
-            self._without = 0
-            self._prices.pop(rows.bit_length(), None)
+        if self._without >= self._forgotten:
+            self._without, self._forgotten = 0, min(2 * self._forgotten, LONGEST_FORGOTTEN)
+            kind = rows.bit_length()
+            self._prices.pop(kind, None)
+            self._first.pop(kind, None)
+            self._seen[kind] = min(self._seen[kind], COMPILED)
             if self._model is not None:
                 self._model.forget_prices()
 
@@ -317,7 +430,7 @@ class _Plan:
 
     rows: those of the step. tokens: those that it gives. seconds: those that it takes. step:
     seconds more with drafts at all. draft: of each row's draft. token: of each token of it. most:
-    most seconds.
+    most seconds. sees_again: see `Speculation`.
     """
 
     rows: int
@@ -327,10 +440,18 @@ class _Plan:
     draft: float
     token: float
     most: float
+    sees_again: bool = False
 
-    def bears(self, longest: int) -> bool:
-        """Return whether a draft that is sure to be drawn would be worth it: not in a crowd."""
-        return self.seconds > 0 and self._length(1.0, longest, inf) > 0
+    def bears(self, longest: int, rows: int) -> bool:
+        """Return whether drafts of so many rows would be worth it if all were sure to be drawn: not
+        in a crowd, nor where steps are too short."""
+        length = self._length(1.0, longest, inf) if self.seconds > 0 else 0
+        if not length:
+            return False
+        own = self._own(1.0, length)
+        count = min(rows, max(self.most - self.seconds - self.step, 0.0) / own) if own else rows
+        pace = self.tokens / self.seconds
+        return count * length >= WORTH * (self.step + count * own) * pace
 
     def lengths(self, drafts: Iterable[tuple[float, int]]) -> list[int]:
         """Return how many tokens of each draft had best be tried, 0 for none.
@@ -343,7 +464,7 @@ class _Plan:
             length = self._length(rate, tokens, left)
             found.append(length)
             if length:
-                own = self.draft + length * self.token
+                own = self._own(rate, length)
                 left, taken = left - own, taken + own
                 given += Acceptance.tokens(rate, length)
         pays = given >= WORTH * taken * self.tokens / self.seconds
@@ -354,7 +475,7 @@ class _Plan:
         given, taken = 0.0, 0.0
         for rate, length in drafts:
             given += Acceptance.tokens(rate, length)
-            taken += self.draft + length * self.token
+            taken += self._own(rate, length)
         if not taken:
             return self
         seconds = self.seconds + self.step + taken
@@ -373,7 +494,8 @@ class _Plan:
         best, found, rows = pace, (0, 0), len(rates)
         while rows:
             for length in range(1, longest + 1):
-                own = self.step + length * run(rows) + rows * (self.draft + length * self.token)
+                own = self.step + length * run(rows)
+                own += sum(self._own(rate, length) for rate in rates[:rows])
                 if self.seconds + own > self.most:
                     break
                 given = sum(Acceptance.tokens(rate, length) for rate in rates[:rows])
@@ -383,13 +505,22 @@ class _Plan:
             rows //= 2
         return found
 
+    def _own(self, rate: float, length: int) -> float:
+        """Return the seconds that a draft of so many tokens takes in this step, and those that it
+        takes in the next on average."""
+        own = self.draft + length * self.token
+        if not self.sees_again:
+            return own
+        again = self.draft + Acceptance.tokens(rate, length) * self.token
+        return own + (1 - rate**length) * again
+
     def _length(self, rate: float, most: int, left: float) -> int:
         """Return how many tokens of a draft give the most tokens a second, besides others, in
         `left` seconds at most."""
         pace = self.tokens / self.seconds
         best, length = pace, 0
         for count in range(1, most + 1):
-            own = self.draft + count * self.token
+            own = self._own(rate, count)
             if own > left:
                 break
             given = Acceptance.tokens(rate, count)
@@ -399,17 +530,14 @@ class _Plan:
         return length
 
 
-def objection(limits: EngineLimits, forward: Forward, *, looks_ahead: bool) -> str | None:
+def objection(limits: EngineLimits, forward: Forward) -> str | None:
     """Return why rows bring no drafts; None if they may.
 
-    They bring none where the next step is queued before the tokens are read that a draft follows,
-    and where recurrent layers would have to go back.
+    They bring none where all that a row keeps would have to be copied for each.
     """
     if limits.speculation == "off":
         return "speculation is off"
-    if looks_ahead:
-        return "steps are queued ahead"
-    return None if forward.prefixes == "pages" else "its state is not all on pages"
+    return "its rows keep mlx-lm's own caches" if forward.prefixes == "copy" else None
 
 
 def _able(rows: Sequence[Row]) -> Able:

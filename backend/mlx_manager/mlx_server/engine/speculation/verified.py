@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_manager.mlx_server.core import TokenLogprob
 from mlx_manager.mlx_server.engine.sequence import Sequence as Row
 from mlx_manager.mlx_server.engine.speculation.draft import Draft
+from mlx_manager.mlx_server.execution.forward import Snapshot
 from mlx_manager.mlx_server.text.grammar.guide import Masks
 
 
@@ -28,11 +29,13 @@ class Tried:
 class TriedDrafts:
     """Drafts between two steps.
 
-    masks: finds the masks of guided rows.
+    masks: finds the masks of guided rows. restore: has recurrent layers go back to what they had
+        kept of a row.
     """
 
-    def __init__(self, masks: Masks) -> None:
+    def __init__(self, masks: Masks, restore: Callable[[Row, Snapshot], None]) -> None:
         self._masks = masks
+        self._restore = restore
         self._waiting: deque[Tried] = deque()
 
     def __bool__(self) -> bool:
@@ -56,8 +59,18 @@ class TriedDrafts:
         the draft, or that ends the row. Return the number of tokens.
 
         A place at which the row now excludes other tokens than was foreseen is drawn again by the
-        next step.
+        next step. Where recurrent layers have seen more of the draft than was drawn, they go back,
+        and the row's next step has them see again what was drawn.
         """
+        row, draft = tried.row, tried.draft
+        kept = self._append(tried)
+        going = row.outcome is None and row.failure is None
+        if kept < draft.places and draft.before is not None and going:
+            self._restore(row, draft.before)
+            row.computed -= kept - 1 + draft.due
+        return kept
+
+    def _append(self, tried: Tried) -> int:
         row, draft = tried.row, tried.draft
         for place, token in enumerate(tried.tokens):
             if place:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -69,7 +69,7 @@ class ModelRunner:
 
     def launch(self, schedule: Schedule, last: SampledStep | None) -> LaunchedStep:
         """Describe the logits of a step; `last` is the step whose tokens the host has not read."""
-        drafts = schedule.drafts
+        drafts = [self._kept(draft) for draft in schedule.drafts]
         drafting = {draft.sequence.key for draft in drafts}
         rows = schedule.rows
         batch = self._batch_of([r for r in rows if r.key not in drafting] if drafting else rows)
@@ -78,7 +78,8 @@ class ModelRunner:
         logits = self._forward.run(decode, chunks)
         scores = Scores()
         if chunks:
-            positions = LogitPositions.of(len(batch.rows), chunks, len(drafts))
+            places = [draft.places for draft in drafts]
+            positions = LogitPositions.of(len(batch.rows), chunks, places)
             for number, start in positions.chunks.items():
                 row, chunk = schedule.prefills[number - len(drafts)].sequence, chunks[number]
                 scores.add_prompt(row, logits[start:], chunk)
@@ -88,6 +89,12 @@ class ModelRunner:
                 verified = [draft.sequence for draft in drafts]
                 batch = Batch([*batch.rows, *verified, *joining], drafts)
         return LaunchedStep(batch, logits, schedule.load, scores)
+
+    def _kept(self, draft: Draft) -> Draft:
+        """Return the draft with what recurrent layers have kept of its row so far."""
+        if self._forward.prefixes == "pages" or not draft.tokens:
+            return draft
+        return replace(draft, before=self._forward.snapshot(draft.sequence.key))
 
     def queue(self, launched: LaunchedStep) -> None:
         """Queue a step's logits."""
@@ -157,9 +164,9 @@ def _chunk(prefill: Prefill) -> Chunk:
 
 
 def _drafted(draft: Draft) -> Chunk:
-    """Return the chunk of a row's newest token and its draft."""
+    """Return the chunk of a row's own tokens that are due, and its draft."""
     sequence = draft.sequence
-    return _seen(sequence, [sequence.tokens[-1], *draft.tokens], True, True)
+    return _seen(sequence, [*sequence.tokens[-draft.due :], *draft.tokens], True, True)
 
 
 def _seen(sequence: Sequence, tokens: list[int], final: bool, every: bool) -> Chunk:

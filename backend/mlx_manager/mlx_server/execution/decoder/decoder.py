@@ -196,9 +196,12 @@ class FusedDecoder:
             step.table.shape,
             step.far,
             len(step.shifts),
+            len(step.written),
             *((cut.work, cut.divided, cut.blocks) for cut in step.splits.values()),
         )
-        found: Stepped = self._kinds.run(kind, partial(self._run, _cuts(step)), *_arrays(step))
+        run = partial(self._run, _cuts(step))
+        soon = bool(step.written)
+        found: Stepped = self._kinds.run(kind, run, *_arrays(step), soon=soon)
         return found
 
     def launches(self, step: Step) -> list[mx.array]:
@@ -360,8 +363,9 @@ class FusedDecoder:
         items: Sequence[mx.array],
         slots: Sequence[mx.array],
         shifts: Sequence[mx.array],
+        written: Sequence[mx.array],
     ) -> Stepped:
-        step = _step(cuts, tokens, before, table, pools, items, slots, shifts)
+        step = _step(cuts, tokens, before, table, pools, items, slots, shifts, written)
         hidden, shared = self._opened(step)
         heads: mx.array | None = None
         for number, layer in enumerate(self._layers):
@@ -406,7 +410,7 @@ def _cuts(step: Step) -> Cuts:
 
 def _arrays(step: Step) -> tuple[Any, ...]:
     items = [cut.items for cut in step.splits.values()]
-    more = list(step.slots), list(step.shifts)
+    more = list(step.slots), list(step.shifts), list(step.written)
     return step.tokens, step.before, step.table, step.pools, items, *more
 
 
@@ -419,13 +423,14 @@ def _step(  # noqa: PLR0917
     items: Sequence[mx.array],
     slots: Sequence[mx.array],
     shifts: Sequence[mx.array],
+    written: Sequence[mx.array],
 ) -> Step:
     windows, far = cuts
     splits = {
         window: Splits(array, divided, blocks)
         for (window, divided, blocks), array in zip(windows, items, strict=True)
     }
-    return Step(tokens, before, table, pools, splits, slots, far, shifts)
+    return Step(tokens, before, table, pools, splits, slots, far, shifts, written)
 
 
 @dataclass(frozen=True, slots=True)

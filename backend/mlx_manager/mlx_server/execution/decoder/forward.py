@@ -14,12 +14,12 @@ from mlx import nn
 from mlx_manager.mlx_server.devices import table as devices
 from mlx_manager.mlx_server.devices.attention.splits import BlockKind
 from mlx_manager.mlx_server.devices.cuda.linear_attention.delta import Texts
-from mlx_manager.mlx_server.devices.cuda.mapped import together
+from mlx_manager.mlx_server.devices.cuda.mapped import send, together
 from mlx_manager.mlx_server.devices.metal.order import IN_ORDER, LaunchOrder
 from mlx_manager.mlx_server.devices.states import StateStore
 from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
-from mlx_manager.mlx_server.execution.attention.paged import Span
+from mlx_manager.mlx_server.execution.attention.paged import FEW_QUERIES, Span
 from mlx_manager.mlx_server.execution.base import OnPages, order_after
 from mlx_manager.mlx_server.execution.decoder.check import check
 from mlx_manager.mlx_server.execution.decoder.decoder import FusedDecoder
@@ -49,6 +49,10 @@ LONG = 4096
 class FusedForward(OnPages):
     """Forward by the fused decoder: decode steps in few shapes, and ragged steps with prompts in
     them.
+
+    A row's draft is tried in a decode step, too, in which each of its tokens is a row of the same
+    pages: such steps come in as few shapes, and are compiled. Recurrent layers take the tokens of a
+    row one after another, as a prompt's.
 
     stores: those of all layers, from `decoder`.
     """
@@ -95,6 +99,8 @@ class FusedForward(OnPages):
         order = self.order_of_launches
         if decode is None or chunks:
             self._running.batch = None
+            if not self._states and _are_drafts(decode, chunks):
+                return self._run_drafts(decode, chunks)
             slots = self._slots_of(_keys(decode, chunks))
             with together():
                 ragged = RaggedStep.of(decode, chunks, self._page_size, whole, order)
@@ -108,6 +114,32 @@ class FusedForward(OnPages):
         batch = self._running.next(decode.keys, decode.tables, decode.lengths, decode.shifts)
         tokens = batch.padded(order.after(decode.tokens))
         logits, batch.before = self._decoder.run(self._step(tokens, batch))
+        return logits
+
+    def _run_drafts(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        """Return the logits of rows and of all tokens of drafts."""
+        rows = [*zip(decode.keys, decode.tables, decode.lengths, strict=True)] if decode else []
+        own = [decode.tokens[: len(rows)]] if decode else []
+        shifts = [*decode.shifts] if decode else []
+        running = len(rows)
+        for chunk in chunks:
+            of, ends = chunk.span, range(chunk.span.length - chunk.span.queries, chunk.span.length)
+            rows += [(chunk.key, of.table, place + 1) for place in ends]
+        if shifts:
+            shifts += [0] * (len(rows) - running)
+        size = self._page_size
+        written = [
+            int(table.pages[(length - 1) // size]) * size + (length - 1) % size
+            for _, table, length in rows
+        ]
+        keys, tables, lengths = ([row[i] for row in rows] for i in range(3))
+        batch = self._running.begin(keys, tables, lengths, shifts, written)
+        drafted = np.zeros(batch.before.size - running, np.int32)
+        drafted[: len(rows) - running] = [token for chunk in chunks for token in chunk.tokens]
+        own.append(send(drafted).view(mx.uint32))
+        tokens = own[0] if len(own) == 1 else mx.concatenate(own)
+        self._pieces = Pieces()
+        logits, _ = self._decoder.run(self._step(self.order_of_launches.after(tokens), batch))
         return logits
 
     @property
@@ -241,7 +273,7 @@ class FusedForward(OnPages):
             for store in self._of_layers
         ]
         far = self._decoder.is_far(batch.lengths)
-        own = (batch.slots, far, batch.shifts)
+        own = (batch.slots, far, batch.shifts, batch.written)
         return Step(tokens, batch.before, batch.table, pools, batch.splits, *own)
 
 
@@ -253,6 +285,18 @@ def _no_slots(_: Sequence[int]) -> list[int]:
 def _keys(decode: Decode | None, chunks: Sequence[Chunk]) -> list[int]:
     """Return the keys of the rows and then of the chunks."""
     return [*(decode.keys if decode else ()), *(chunk.key for chunk in chunks)]
+
+
+def _are_drafts(decode: Decode | None, chunks: Sequence[Chunk]) -> bool:
+    """Return whether all chunks are of few tokens of which all have logits, in a step of no more
+    tokens than decode steps are compiled for."""
+    total = len(decode.keys) if decode else 0
+    for chunk in chunks:
+        total += len(chunk.tokens)
+        seen = chunk.shown is not None or chunk.angles is not None or chunk.span.runs
+        if seen or not chunk.every or len(chunk.tokens) > FEW_QUERIES:
+            return False
+    return total <= ROWS[-1]
 
 
 def whole(tokens: int) -> int:

@@ -62,7 +62,9 @@ class Step:
     slots, head_dim), or the pool of a `StateStore`. splits: from `FusedDecoder.plan`. slots: one
     array, (rows,) int32, each row's slot, where there are recurrent layers. far: whether some row
     is longer than `FusedDecoder.far_from`. shifts: one array, (rows,) int32, added to each row's
-    place for the position by which it is rotated, where something is added to any.
+    place for the position by which it is rotated, where something is added to any. written: one
+    array, (rows,) int32, the slot on pages of each newest token, -1 for padding, where several rows
+    have the same pages, as the tokens of a draft do. Such a row sees what those before it write.
     """
 
     tokens: mx.array
@@ -73,6 +75,7 @@ class Step:
     slots: Sequence[mx.array] = ()
     far: bool = False
     shifts: Sequence[mx.array] = ()
+    written: Sequence[mx.array] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,12 +496,15 @@ class AttentionPart(LayerPart):
         }
         lengths, rotary = shared.lengths, self.rotary
         pages = (keys, values, step.table, lengths)
-        if rotary.alone:
-            queries = self.kernels.rotate_and_write(*fresh, keys, values, lengths, rotary=rotary)
-            # The layer whose keys and values these are has written them already.
+        if rotary.alone or step.written:
+            # Where `alone`, the layer whose keys and values these are has written them already.
+            (slots,) = step.written or (lengths,)
+            queries = self.kernels.rotate_and_write(*fresh, keys, values, slots, rotary=rotary)
             dep = shared.following[:1]
-            return self.kernels.attend(queries, *pages, dep, **how).reshape(heads.shape)
-        attended = self.kernels.attend_fused(*fresh, *pages, rotary=rotary, **how)
+            attended = self.kernels.attend(queries, *pages, dep, **how)
+            attended = attended.reshape(heads.shape[0], -1)
+        else:
+            attended = self.kernels.attend_fused(*fresh, *pages, rotary=rotary, **how)
         return self._gated(attended, heads)
 
     def _attend_ragged(

@@ -18,6 +18,7 @@ from mlx_manager.mlx_server.execution.caches import (
     bytes_of,
     combine,
     extend,
+    extract,
     filled,
     filter_rows,
     is_paged,
@@ -67,6 +68,7 @@ class SeparateForward(OverPages):
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         logits: list[mx.array] = []
         out, order = mx.zeros((1, 1)), self.order_of_launches
+        self._take_out([chunk.key for chunk in chunks])
         if decode:
             self._arrange(decode.keys)
             out = self._pass_of_rows(decode.after(order))
@@ -97,16 +99,14 @@ class SeparateForward(OverPages):
     def forget(self, key: int) -> None:
         self._own.pop(key, None)
         if key in self._rows:
-            keep = [i for i, row in enumerate(self._rows) if row != key]
-            self._rows = [self._rows[i] for i in keep]
-            self._batch = [filter_rows(entry, keep) for entry in self._batch] if keep else []
+            self._leave([key])
 
     def state(self) -> list[mx.array]:
         own = [*self._batch, *chain.from_iterable(self._own.values())]
         return super().state() + kept_in(own)
 
     def snapshot(self, key: int) -> Snapshot | None:
-        own = self._own.get(key)
+        own = self._extracted(key) if key in self._rows else self._own.get(key)
         if own is None:
             return None
         # Layers replace their arrays and never write into them, so keeping the arrays suffices.
@@ -116,6 +116,7 @@ class SeparateForward(OverPages):
         return Snapshot(leaves)
 
     def restore(self, key: int, snapshot: Snapshot) -> None:
+        self.forget(key)
         own = self._own[key] = self._fresh()
         for leaf, arrays in zip(unpaged(own), snapshot.leaves, strict=True):
             leaf.cache = list(arrays)
@@ -127,11 +128,27 @@ class SeparateForward(OverPages):
             for shared, fresh in zip(self._shared, make_prompt_cache(self._model), strict=True)
         ]
 
+    def _take_out(self, keys: Sequence[int]) -> None:
+        """Give the rows of the batch that now have a chunk, a draft, caches of their own."""
+        out = [key for key in keys if key in self._rows]
+        if out:
+            self._own |= {key: self._extracted(key) for key in out}
+            self._leave(out)
+
+    def _extracted(self, key: int) -> list[Any]:
+        return [extract(entry, self._rows.index(key)) for entry in self._batch]
+
+    def _leave(self, keys: Sequence[int]) -> None:
+        """Take rows out of the batch."""
+        keep = [i for i, row in enumerate(self._rows) if row not in keys]
+        self._rows = [self._rows[i] for i in keep]
+        self._batch = [filter_rows(entry, keep) for entry in self._batch] if keep else []
+
     def _arrange(self, keys: list[int]) -> None:
         """Make the batch hold exactly `keys`, in that order."""
         gone = [key for key in self._rows if key not in set(keys)]
-        for key in gone:
-            self.forget(key)
+        if gone:
+            self._leave(gone)
         joining = [key for key in keys if key not in set(self._rows)]
         if joining:
             rows = [self._caches_of(key) for key in joining]

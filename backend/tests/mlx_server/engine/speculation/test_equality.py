@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine.rig import HandRig, NoText, Row, prompt
+from thorough import slow
 from tiny_models import EOS_ID, EOT_ID, VOCAB_SIZE, make_tiny_model
 
 from mlx_manager.mlx_server.core import (
@@ -186,7 +187,24 @@ def same(one: TokenLogprob, other: TokenLogprob) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("family", "count"), [("llama", REQUESTS), ("gpt_oss", 60), ("deepseek_v3", 60)]
+    ("family", "count"),
+    [
+        ("llama", REQUESTS),
+        ("gpt_oss", 60),
+        ("deepseek_v3", 60),
+        # Recurrent layers: short convolutions, delta rules and Mamba, most beside attention.
+        ("lfm2", 24),
+        pytest.param("qwen3_next", 60, marks=slow),
+        pytest.param("qwen3_5", 60, marks=slow),
+        pytest.param("olmo_hybrid", 60, marks=slow),
+        pytest.param("kimi_linear", 60, marks=slow),
+        pytest.param("mamba", 60, marks=slow),
+        pytest.param("mamba2", 60, marks=slow),
+        pytest.param("jamba", 60, marks=slow),
+        pytest.param("falcon_h1", 60, marks=slow),
+        pytest.param("nemotron_h", 60, marks=slow),
+        pytest.param("granitemoehybrid", 60, marks=slow),
+    ],
 )
 async def test_drafts_change_nothing_of_random_requests(
     family: str, count: int, tmp_path: Path

@@ -17,7 +17,6 @@ async def test_drafts_after_pictures_change_nothing(name: str, tmp_path: Path) -
     family = FAMILIES[name]
     async with SeeingRig(family, tmp_path, speculation="on") as rig:
         of = scene(family, grids=GRIDS)
-        whole = rig.forward.prefixes == "pages"
         plain = rig.look(of, GRIDS, (1, 2), 24)
         rig.run()
         row = rig.seen(of, GRIDS, (1, 2), 24)
@@ -26,4 +25,4 @@ async def test_drafts_after_pictures_change_nothing(name: str, tmp_path: Path) -
         rig.submit_together([row])
         rig.run()
         assert row.tokens == plain.tokens
-        assert (rig.engine.stats().accepted_tokens > 12) is whole
+        assert rig.engine.stats().accepted_tokens > 12

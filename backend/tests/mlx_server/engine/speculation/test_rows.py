@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from engine.rig import HandRig, Row, alone, prompt
+from mlx import nn
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
+from mlx_manager.mlx_server.execution.alone import AloneForward
+from mlx_manager.mlx_server.execution.forward import Forward
 
 
 def drafting(rig: HandRig, given: list[int], limit: int, guess: list[int]) -> Row:
@@ -104,13 +108,78 @@ async def test_a_row_that_is_cancelled_while_its_draft_is_tried_leaves_nothing(l
             assert rig.engine.stats().pages_held == 0
 
 
-async def test_recurrent_layers_take_no_drafts(tmp_path: Path) -> None:
-    async with HandRig(make_tiny_model(tmp_path / "m", "lfm2"), speculation="on") as rig:
-        row = drafting(rig, prompt(8), 12, prompt(12))
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("recurrent") / "lfm2", "lfm2")
+
+
+async def test_states_go_back_wherever_a_draft_is_refused(recurrent: Path) -> None:
+    async with HandRig(recurrent, speculation="on", longest_draft=4) as rig:
+        assert rig.forward.prefixes == "snapshot"
+        answers = [alone(rig.model, prompt(9 + i, i + 1), 24) for i in range(6)]
+        # All of a row's drafts are wrong, or one token in two, three, ...; one brings none.
+        rows = [
+            drafting(rig, prompt(9 + i, i + 1), 24, wrong(answer, i + 1))
+            for i, answer in enumerate(answers[:-1])
+        ]
+        rows.append(rig.row(prompt(14, 6), 24))
+        rig.submit_together(rows)
+        while rig.engine.has_work():
+            rig.step()
+            # What a row computes again does not grow.
+            running = [row.sequence for row in rows if row.sequence.computed]
+            assert all(row.due <= 2 * 4 for row in running if row.drawn)
+        assert [row.tokens for row in rows] == answers
+        stats = rig.engine.stats()
+        assert 0 < stats.accepted_tokens < stats.draft_tokens
+        assert stats.pages_held == 0
+
+
+async def test_states_that_prompts_go_on_from_are_of_no_draft(recurrent: Path) -> None:
+    async with HandRig(recurrent, speculation="on", page_size=16) as rig:
+        rig.forward.worth = 16
+        given = prompt(40)
+        answer = alone(rig.model, given, 20)
+        first = drafting(rig, given, 20, wrong(answer, 3))
+        rig.submit_together([first])
+        rig.run()
+        # The same prompt, and one that goes on with what has been written.
+        for tokens in (given, [*given, *answer, *prompt(5, 3)]):
+            guess = alone(rig.model, tokens, 20)
+            again = drafting(rig, tokens, 20, wrong(guess, 4))
+            rig.submit_together([again])
+            rig.run()
+            assert again.sequence.cached
+            assert again.tokens == guess
+
+
+async def test_rows_that_leave_while_states_are_kept_for_them_leave_nothing(
+    recurrent: Path,
+) -> None:
+    async with HandRig(recurrent, speculation="on") as rig:
+        first, second = (alone(rig.model, prompt(20, i), 24) for i in (1, 2))
+        for steps in range(1, 5):
+            gone = drafting(rig, prompt(20, 1), 24, wrong(first, 3))
+            stays = drafting(rig, prompt(20, 2), 24, wrong(second, 4))
+            rig.submit_together([gone, stays])
+            rig.step(steps)
+            rig.cancel(gone)
+            rig.run()
+            assert stays.tokens == second
+            assert rig.engine.stats().pages_held == 0
+
+
+async def test_rows_over_caches_of_mlx_lm_bring_no_drafts(llama: Path) -> None:
+    def by_itself(model: nn.Module, page_size: int) -> Forward:
+        return AloneForward(model)
+
+    async with HandRig(llama, choose=by_itself, speculation="on") as rig:
+        answer = alone(rig.model, prompt(8), 12)
+        row = drafting(rig, prompt(8), 12, answer)
         rig.submit_together([row])
         rig.run()
         assert rig.engine.stats().drafts == 0
-        assert len(row.tokens) == 12
+        assert row.tokens == answer
 
 
 async def test_a_row_without_a_proposer_brings_none(llama: Path) -> None:

@@ -23,6 +23,7 @@ def rows_of(rig: HandRig, count: int) -> list[Row]:
     rows = [rig.row(prompt(9, i + 1), 100) for i in range(count)]
     for row in rows:
         row.sequence.proposer = Proposer(range(1, 90))
+        row.sequence.computed = 8
     return rows
 
 
@@ -81,6 +82,23 @@ async def test_dear_drafts_are_shorter(llama: Path) -> None:
             dear.observe(1.0 + 0.6 * count, load)
         [many], [few] = lengths(cheap, [row]), lengths(dear, [row])
         assert few <= 4 < many
+
+
+async def test_what_has_to_be_seen_again_is_a_part_of_the_price(llama: Path) -> None:
+    async with HandRig(llama) as rig:
+        (row,) = rows_of(rig, 1)
+        again = Speculation(8, 512, lambda rows: 1.0, always=False, sees_again=True)
+        plain = of(1.0)
+        for speculation in (again, plain):
+            for count in (1, 2, 4, 8) * 8:
+                speculation.observe(1.0 + 0.1 * count, StepLoad(1).with_draft(count))
+        found = {}
+        for rate in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
+            row.sequence.proposer.acceptance.rates["prediction"] = rate
+            found[rate] = sum(lengths(plain, [row])), sum(lengths(again, [row]))
+        assert found[1.0] == (8, 8)
+        assert all(few <= many for many, few in found.values())
+        assert any(few < many for many, few in found.values())
 
 
 async def test_drafts_make_a_step_no_longer_than_prompts_may(llama: Path) -> None:
