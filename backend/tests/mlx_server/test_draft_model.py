@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from live import PROGRAM, LiveServer, live_server
-from test_speculation import DEMO, WAYS, chat, counter, said
+from test_speculation import DEMO, FORM, WAYS, chat, counter, said
 from thorough import slow
 from tiny_models import make_tiny_model
 
@@ -47,6 +47,10 @@ base = "bytes"
 draft_model = "recurrent"
 
 [models.undraftable]
+base = "alone"
+draft_model = "bytes"
+
+[models.goes-back]
 base = "recurrent"
 draft_model = "bytes"
 """
@@ -62,6 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         shutil.copy(file, random / file.name)
     make_tiny_model(models / "bytes", "llama")
     make_tiny_model(models / "recurrent", "lfm2")
+    make_tiny_model(models / "alone", "gpt_bigcode")
     file = folder / "models.toml"
     file.write_text(SETTINGS)
     with live_server(
@@ -138,6 +143,21 @@ def test_a_model_that_cannot_draft_is_refused_by_name(
     assert answer.status_code == status, answer.text
     message = answer.json()["error"]["message"]
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("way", ["greedy", "seeded"])
+def test_a_model_with_recurrent_layers_has_what_it_refused_undone(
+    client: httpx.Client, way: str
+) -> None:
+    asked = {**WAYS[way], "response_format": FORM, "max_tokens": 48}
+    plain = chat(client, "recurrent", **asked, speculation="off")
+    # Of what its draft model guesses, whose weights are random, next to nothing is right.
+    for model in ("recurrent", "goes-back"):
+        assert said(chat(client, model, **asked)) == said(plain)
+        assert counter(client, "spec_decode_num_accepted_tokens", model) > 0
+    tried = counter(client, "spec_decode_num_draft_tokens", "goes-back")
+    assert tried > counter(client, "spec_decode_num_accepted_tokens", "goes-back")
+    assert described(client, "goes-back")["draft_model"] == "bytes"
 
 
 def test_a_model_that_takes_no_drafts_is_loaded_without(client: httpx.Client) -> None:

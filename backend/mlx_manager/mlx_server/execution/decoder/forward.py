@@ -132,8 +132,13 @@ class FusedForward(OnPages):
             int(table.pages[(length - 1) // size]) * size + (length - 1) % size
             for _, table, length in rows
         ]
-        keys, tables, lengths = ([row[i] for row in rows] for i in range(3))
-        batch = self._running.begin(keys, tables, lengths, shifts, written)
+        batch = self._running.begin(
+            [key for key, _, _ in rows],
+            [table for _, table, _ in rows],
+            [length for _, _, length in rows],
+            shifts,
+            written,
+        )
         drafted = np.zeros(batch.before.size - running, np.int32)
         drafted[: len(rows) - running] = [token for chunk in chunks for token in chunk.tokens]
         own.append(send(drafted).view(mx.uint32))
