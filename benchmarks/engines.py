@@ -9,8 +9,8 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,9 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_manager.mlx_server.backends.text import TextBackend, prepare
 from mlx_manager.mlx_server.config import EngineLimits, PoolLimits
 from mlx_manager.mlx_server.core import (
+    Backend,
     Constraint,
+    Event,
     Finished,
     GenerationRequest,
     Sampling,
@@ -34,7 +36,7 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
 from mlx_manager.mlx_server.devices.cpu.delta import ChunkedRule
-from mlx_manager.mlx_server.engine.stream import events_of
+from mlx_manager.mlx_server.engine.stream import Steps, steps
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.execution.decoder.packed import multiplies_packed
 from mlx_manager.mlx_server.models.catalog import ModelSource
@@ -99,6 +101,19 @@ def decode_rate(traces: Sequence[Trace]) -> float:
 
 def tell(doing: str) -> None:
     print(f"{time.strftime('%X')} {doing}", file=sys.stderr, flush=True)
+
+
+async def events_of(
+    backend: Backend, request: GenerationRequest
+) -> AsyncGenerator[list[Event], None]:
+    """Yield the events of one request's answer; closing the iterator cancels the request."""
+
+    async def work(inbox: Steps) -> None:
+        await backend.generate(request, lambda events, _: inbox.put([(0, events)]))
+
+    async with aclosing(steps(work)) as progress:
+        async for [(_, events)] in progress:
+            yield events
 
 
 class OurEngine:

@@ -134,8 +134,8 @@ def parser(description: str | None, rounds: int, model: str = "demo") -> argpars
     result.add_argument(
         "--model",
         default=model,
-        help="demo, demo-f32, demo-4bit, f32, bf16, 4bit, smollm2, experts, hybrid, latent "
-        "or a folder",
+        help="demo, demo-f32, demo-4bit, f32, bf16, 4bit, smollm2, wide, experts, hybrid, "
+        "latent or a folder",
     )
     result.add_argument("--rounds", type=int, default=rounds, help="rounds that count")
     return result
@@ -274,6 +274,13 @@ def synthetic_smollm2(folder: Path) -> Path:
     return written_once(folder / "smollm2-30x576", "f32", sizes)
 
 
+def synthetic_wide(folder: Path) -> Path:
+    """A llama of two narrow layers with 16 heads of keys and values each: 32 KiB a token in
+    float32, as much as a 1B keeps in 16 bits, for the work of 10 million parameters. Written
+    once."""
+    return synthetic_llama(folder, "f32", LlamaShape(128, 2, 16, 16, 128, 256))
+
+
 def synthetic_experts(folder: Path) -> Path:
     """A Qwen 3 with experts, 64 of 512 and 8 a row in each of 4 layers: 420 million parameters in
     float32, of which a row goes through 60. Written once."""
@@ -394,9 +401,11 @@ def write_random_model(target: Path, form: str, sizes: Mapping[str, Any]) -> Non
 
 def find_model(name: str, folder: Path) -> Path:
     """`demo` is the embedded model made endless, `demo-f32` and `demo-4bit` the same stored so;
-    f32, bf16, 4bit, smollm2, experts, hybrid and latent are synthetic; anything else is a path."""
+    f32, bf16, 4bit, smollm2, wide, experts, hybrid and latent are synthetic; anything else is a
+    path."""
     synthetic = {
         "smollm2": synthetic_smollm2,
+        "wide": synthetic_wide,
         "experts": synthetic_experts,
         "hybrid": synthetic_hybrid,
         "latent": synthetic_latent,

@@ -31,7 +31,6 @@ import uvloop
 from mlx_manager.mlx_server.api.http.listener import configuration
 from mlx_manager.mlx_server.config import DEMO_MODEL, MLXServerSettings
 from mlx_manager.mlx_server.core import (
-    NO_OVERLAY,
     Finished,
     GenerationRequest,
     Overlay,
@@ -122,7 +121,7 @@ class StandInPool:
         return False
 
     def overlay(self, model_id: str) -> Overlay:
-        return NO_OVERLAY
+        return Overlay()
 
     def sampling(self, model_id: str) -> dict[str, float]:
         return {}

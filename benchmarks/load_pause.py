@@ -39,6 +39,7 @@ from folders import written
 from synthetic import SHAPES
 
 from checks import check_engine
+from engines import events_of
 from harness import apart, find_model, parser, percentile, print_report, ratio, write_random_model
 from mlx_manager.mlx_server.config import MLXServerSettings
 from mlx_manager.mlx_server.core import (
@@ -49,7 +50,6 @@ from mlx_manager.mlx_server.core import (
     Text,
     TextDelta,
 )
-from mlx_manager.mlx_server.engine.stream import events_of
 from mlx_manager.mlx_server.main import open_pool
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
 from mlx_manager.mlx_server.services.inference import ModelPool

@@ -41,7 +41,7 @@ import mlx.core as mx
 from folders import written
 
 from checks import check_engine
-from engines import OurEngine, tell
+from engines import OurEngine, events_of, tell
 from harness import find_model, interleave, parser, print_report, ratio, refuse
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.core import (
@@ -55,7 +55,6 @@ from mlx_manager.mlx_server.core import (
     TextDelta,
     Tokens,
 )
-from mlx_manager.mlx_server.engine.stream import events_of
 
 FILE = '''class {name}:
     """A {noun} with a price and a number of pieces."""

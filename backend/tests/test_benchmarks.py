@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
-from importlib import util
+from importlib import import_module, util
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +41,26 @@ def test_two_ranks_are_measured_and_compared_on_any_machine(tmp_path: Path):
     assert "FAILED" not in ended.stdout
     assert "of 24 tokens of the first server's answers another is likeliest at" in ended.stdout
     assert "ours, 2 devices ÷ ours, 1 device: 1 rows" in ended.stdout
+
+
+def test_what_benchmarks_import_of_the_program_is_there() -> None:
+    lacking = []
+    for file in sorted(FOLDER.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.ImportFrom(module=str(name)) if name.startswith("mlx_manager"):
+                    names = (alias.name for alias in node.names)
+                    lacking += [
+                        f"{file.name}: {name}.{each}" for each in names if not is_there(name, each)
+                    ]
+    assert lacking == []
+
+
+def is_there(module: str, name: str) -> bool:
+    found = import_module(module)
+    return hasattr(found, name) or (
+        hasattr(found, "__path__") and util.find_spec(f"{module}.{name}") is not None
+    )
 
 
 def loaded(name: str) -> ModuleType:

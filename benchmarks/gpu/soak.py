@@ -23,10 +23,9 @@ import mlx.core as mx  # noqa: E402
 from folders import written  # noqa: E402
 from side import prompts_of  # noqa: E402
 
-from engines import OurEngine  # noqa: E402
+from engines import OurEngine, events_of  # noqa: E402
 from mlx_manager.mlx_server.config import PoolLimits  # noqa: E402
 from mlx_manager.mlx_server.core import GenerationRequest, Sampling, StopRules, Tokens  # noqa: E402
-from mlx_manager.mlx_server.engine.stream import events_of  # noqa: E402
 
 CALLERS = 48
 

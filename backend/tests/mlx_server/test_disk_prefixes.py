@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import httpx
 import pytest
 from live import live_server
 from thorough import slow
+from tiny_vision import make_seeing_model, picture
 from typer.testing import CliRunner
 
 from mlx_manager.cli import app
@@ -38,9 +40,9 @@ def cached_of(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def on_disk(url: str) -> dict[str, int]:
+def on_disk(url: str, of: str = "mlx-manager/demo") -> dict[str, int]:
     models = httpx.get(f"{url}/v1/admin/models", timeout=60).raise_for_status().json()["data"]
-    found = next(model for model in models if model["id"] == "mlx-manager/demo")
+    found = next(model for model in models if model["id"] == of)
     return found["prefix_disk"]  # type: ignore[no-any-return]
 
 
@@ -129,3 +131,34 @@ def test_what_is_in_memory_is_written_when_the_model_or_the_server_ends(
             httpx.post(f"{server.url}/v1/admin/models/unload", json=body, timeout=60)
             assert len(list(kept.rglob("*.safetensors"))) == prompt // 256
     assert len(list(kept.rglob("*.safetensors"))) == prompt // 256
+
+
+@slow
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl"])
+def test_the_next_server_answers_about_a_picture_without_reading_it(
+    tmp_path: Path, kind: str
+) -> None:
+    make_seeing_model(tmp_path / "models" / kind, kind)
+
+    def ask(url: str, text: str, *shown: dict[str, Any]) -> str:
+        content = [{"type": "text", "text": text}, *shown]
+        body = {"model": kind, "messages": [{"role": "user", "content": content}]}
+        body |= {"max_tokens": 12, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+        return text_of(answer.raise_for_status().json())
+
+    encoded = base64.b64encode(picture(64, 64, 3).data).decode()
+    shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+    questions = ("What is it?", "Which colour is it?")
+    settings = {**settings_of(tmp_path / "kept"), "models_dir": tmp_path / "models"}
+    with live_server(tmp_path / "log", **settings) as server:
+        expected = [ask(server.url, text, shown) for text in questions]
+    assert len(list((tmp_path / "kept").rglob("*.picture.safetensors"))) == 1
+    with live_server(tmp_path / "log", **settings) as server:
+        # Nothing is found before the model's files are known.
+        ask(server.url, "Hello!")
+        assert [ask(server.url, text, shown) for text in questions] == expected
+        found = on_disk(server.url, kind)
+        assert (found["picture_queries"], found["picture_hits"]) == (1, 1)
+        metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
+        assert f'mlx_manager_prefix_disk_picture_hits_total{{model_name="{kind}"}} 1.0' in metrics

@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from live import LiveServer, live_server
 from mlx_lm.utils import load_model, load_tokenizer
+from thorough import slow
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.devices.cpu.blas import load_fast_blas
@@ -164,16 +165,19 @@ def perplexity(forward: Forward, tokens: list[list[int]]) -> float:
     return math.exp(-sum(lost) / len(lost))
 
 
-def test_perplexity_of_a_real_model_stays_within_half_a_percent(smollm2: Path) -> None:
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+# A longer text, of which later tokens read many keys.
+@pytest.mark.parametrize("length", [128, pytest.param(768, marks=slow)])
+def test_perplexity_of_a_real_model_stays_within_half_a_percent(smollm2: Path, length: int) -> None:
     load_fast_blas()
     model, _ = load_model(smollm2)
     model.set_dtype(mx.float32)
     tokenizer = load_tokenizer(smollm2)
-    docs = Path(__file__).parents[3] / "docs"
-    tokens = [
-        tokenizer.encode((docs / name).read_text()[:1200])[:128]
-        for name in ("operations.md", "security.md")
-    ]
+    texts = [(DOCS / name).read_text() for name in ("operations.md", "security.md")]
+    tokens = [tokenizer.encode(text[: 10 * length])[:length] for text in texts]
+    assert [len(text) for text in tokens] == [length] * 2
     forward = RaggedForward(model, 16, KeyAccess.PAGES)
     plain = perplexity(forward, tokens)
     forward.keep_in_8_bits()

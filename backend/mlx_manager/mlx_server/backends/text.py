@@ -44,7 +44,7 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.defaults import fill_sampling
 from mlx_manager.mlx_server.engine.disk.folder import Folder
-from mlx_manager.mlx_server.engine.disk.machine import machine_facts
+from mlx_manager.mlx_server.engine.disk.machine import machine_facts, vision_facts
 from mlx_manager.mlx_server.engine.disk.threads import BlockDisk
 from mlx_manager.mlx_server.engine.disk.tier import block_pages, stores_of
 from mlx_manager.mlx_server.engine.prompt_images import PromptImages
@@ -199,6 +199,7 @@ def kept_on_disk(
         return None
     facts = {
         **machine_facts(),
+        "vision": [] if loaded.vision is None else vision_facts(),
         "weights": [loaded.weights.name, loaded.weights.dtype],
         "forward": [forward.kind, forward.prefixes],
         "pages": [limits.page_size, block_pages(limits.page_size)],

@@ -98,7 +98,13 @@ class PromptImages:
 
 
 class Tower(Protocol):
-    """A vision tower with its projector."""
+    """A vision tower with its projector. width, levels: of the features that it makes."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def levels(self) -> int: ...
 
     def pixels(self, image: core.Image) -> Any:
         """Return what `stages` takes: decoded, resized, normalised. Host work, on any thread."""

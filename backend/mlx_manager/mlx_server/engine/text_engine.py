@@ -18,7 +18,7 @@ from mlx_manager.mlx_server.core import Admitted, RowStatus, TokenLogprob
 from mlx_manager.mlx_server.engine.admission import AdmissionControl
 from mlx_manager.mlx_server.engine.contents import Contents
 from mlx_manager.mlx_server.engine.disk.threads import BlockDisk
-from mlx_manager.mlx_server.engine.disk.tier import DiskTier
+from mlx_manager.mlx_server.engine.disk.tier import DiskTier, block_bytes
 from mlx_manager.mlx_server.engine.memory.accounts import EngineMemory
 from mlx_manager.mlx_server.engine.memory.line import Line
 from mlx_manager.mlx_server.engine.outputs import Outputs
@@ -74,7 +74,8 @@ class TextEngine:
             `images:<name>`.
         wake: called on another thread when the engine, which had no work, has some; None: the
             engine has work while it waits for other threads.
-        disk: keeps prefixes beyond memory, if there is a disk for them.
+        disk: keeps prefixes, and pictures' features, beyond memory, if there is a disk for them;
+            what is on its way there and back is in the ledger as `disk:<name>`.
 
     Raises:
         OutOfMemory: the ledger does not grant the bytes that a step works on.
@@ -126,10 +127,13 @@ class TextEngine:
             busy=self._has_rows,
             pictures=self._pictures,
             draft=None if draft is None else draft.forward,
+            block_bytes=None if disk is None else block_bytes(forward, limits.page_size),
         )
         self._wakes = wake is not None
-        self._disk = None if disk is None else self._tier(disk, looks_ahead, wake or _nothing)
+        self._disk = None if disk is None else self._tier(name, disk, looks_ahead, wake or _nothing)
         self._memory.disk = self._disk
+        if self._disk is not None and self._pictures is not None:
+            self._pictures.keep_on(self._disk.pictures)
         self._budget = PrefillBudget(size, forward, self._memory.working)
         self._draft_model = None
         if draft is not None:
@@ -138,8 +142,20 @@ class TextEngine:
         self._speculation = self._speculating(looks_ahead, size.tokens)
         self._start_over()
 
-    def _tier(self, disk: BlockDisk, ahead: bool, wake: Callable[[], None]) -> DiskTier:
+    def _tier(
+        self, name: str, disk: BlockDisk, ahead: bool, wake: Callable[[], None]
+    ) -> DiskTier | None:
         memory = self._memory
+        if not memory.room:
+            log.warning(
+                "%s: no prefixes are kept on disk, as there is no memory for those on their way",
+                name,
+            )
+            disk.close(0.0)
+            return None
+        usual = block_bytes(self._forward, self._limits.page_size)
+        disk.writes.open(memory.room, usual)
+        disk.reads.open(memory.room, usual)
         return DiskTier(
             disk,
             self._forward,
@@ -452,6 +468,8 @@ class TextEngine:
         """Fail what is left and give all memory back."""
         self._closed = True
         if self._disk is not None:
+            if self._pictures is not None:
+                self._pictures.keep_all()
             self._disk.close(CLOSING)
         self._outputs.at_fault = None
         self._memory.close()

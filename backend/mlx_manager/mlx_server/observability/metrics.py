@@ -286,8 +286,16 @@ ENGINE_COUNTERS = {
 DISK_COUNTERS = {
     "prefix_disk_queries": ("queries", "Prompt tokens that were looked up on disk"),
     "prefix_disk_hits": ("hits", "Prompt tokens read from disk"),
-    "prefix_disk_read_bytes": ("read_bytes", "Bytes of prefixes read from disk"),
-    "prefix_disk_written_bytes": ("written_bytes", "Bytes of prefixes written to disk"),
+    "prefix_disk_picture_queries": (
+        "picture_queries",
+        "Pictures whose features were looked up on disk",
+    ),
+    "prefix_disk_picture_hits": ("picture_hits", "Pictures whose features were read from disk"),
+    "prefix_disk_read_bytes": ("read_bytes", "Bytes of prefixes and features read from disk"),
+    "prefix_disk_written_bytes": (
+        "written_bytes",
+        "Bytes of prefixes and features written to disk",
+    ),
     "prefix_disk_dropped_blocks": ("dropped", "Blocks of prefixes that were not written"),
 }
 DISK_GAUGES = {

@@ -29,16 +29,19 @@ class ClearRequest(Wire):
 
 
 class AdminPrefixDisk(Wire):
-    """Prompts of a model that are kept on disk.
+    """Prompts of a model, and features of pictures in them, that are kept on disk.
 
     queries, hits: prompt tokens that memory did not have and that were looked up on disk, and those
-    that were read from there. read_bytes, written_bytes, and dropped, the blocks that were not
-    written: since the model was loaded. files_bytes, budget, written_today, daily: of all models
-    together, in bytes; daily is the most that may be written in a day (UTC).
+    that were read from there. picture_queries, picture_hits: the same of pictures. read_bytes,
+    written_bytes, and dropped, the blocks that were not written: since the model was loaded.
+    files_bytes, budget, written_today, daily: of all models together, in bytes; daily is the most
+    that may be written in a day (UTC).
     """
 
     queries: int
     hits: int
+    picture_queries: int
+    picture_hits: int
     read_bytes: int
     written_bytes: int
     dropped: int

@@ -126,6 +126,12 @@ def taken_by_others() -> int:
     return max(0, device_memory() - int(free) - held)
 
 
+def shares_memory() -> bool:
+    """Return whether the host's copies are in the same memory as the device's arrays: on a CPU, on
+    a Mac, and on a GPU without memory of its own."""
+    return "free_memory" not in mx.device_info() or _is_the_machine_s()
+
+
 def _is_the_machine_s() -> bool:
     """Return whether the GPU has no memory of its own; True if that is not known."""
     try:
@@ -181,7 +187,8 @@ class Ledger:
 
     Lines are named by their holders: `weights:<model>`, `pages:<model>`, `states:<model>` and
     `snapshots:<model>` of recurrent layers, `images:<model>` (pictures' features, and what their
-    tower works on), `working:<model>`. The last kind is the working memory of steps, which is in
+    tower works on), `disk:<model>` (what is on its way to disk and back, where the device has the
+    machine's memory), `working:<model>`. The last kind is the working memory of steps, which is in
     the buffer cache between steps. So only the part of the cache beyond these lines counts.
     The MLX thread owns the ledger: only there may `reserve`, `record` and relief run, since relief
     frees arrays. `available` and `figures` may be read from any thread.

@@ -35,7 +35,7 @@ class RandomTower:
 
     def __init__(self, family: SeeingFamily) -> None:
         own = family.config.get("text_config", family.config)
-        self._width, self._levels = own["hidden_size"], family.levels
+        self.width, self.levels = own["hidden_size"], family.levels
         self.read: list[str] = []
         self.begun: list[str] = []
         self.slices = 0
@@ -71,7 +71,7 @@ class RandomTower:
 
     def features(self, image: Image) -> Features:
         rows = image.width * image.height
-        return random_features(rows, self._width, self._levels, seed=int(image.digest))
+        return random_features(rows, self.width, self.levels, seed=int(image.digest))
 
 
 def picture(number: int, places: np.ndarray, grid: tuple[int, int]) -> Picture:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from mlx_manager.mlx_server.engine.disk import blocks
 from mlx_manager.mlx_server.engine.disk.blocks import MOST_PAGES, Damaged
 from mlx_manager.mlx_server.engine.disk.folder import Folder, WriteRefused
-from mlx_manager.mlx_server.engine.disk.names import DIGEST, FORMAT, PLAIN, STATE, BlockName, Space
+from mlx_manager.mlx_server.engine.disk.names import DIGEST, FORMAT, KINDS, BlockName, Space
 
 KIND = "mlx-manager kept prefixes"
 VERSION = 1
@@ -325,7 +325,7 @@ def _is_shallow(value: Any, most: int) -> bool:
 def _entry(space: Space, of: dict[str, Any]) -> Entry:
     first, end = of["pages"]
     nbytes, digest = of["bytes"], of["digest"]
-    if not type(first) is type(end) is type(nbytes) is int or of["kind"] not in {PLAIN, STATE}:
+    if not type(first) is type(end) is type(nbytes) is int or of["kind"] not in KINDS:
         raise ValueError
     if not (0 <= first < end <= MOST_PAGES and 0 < nbytes <= LARGEST_BLOCK):
         raise ValueError

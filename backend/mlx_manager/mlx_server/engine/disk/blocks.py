@@ -38,6 +38,9 @@ TENSOR = re.compile(r"(?!state\.)[a-z_]{1,32}\.\d{1,4}|state\.\d{1,4}\.\d{1,4}(\
 PAGES = re.compile(r"(\d{1,9}):(\d{1,9})", re.ASCII)
 
 
+NONE = np.empty(0, np.uint8)
+
+
 class Damaged(Exception):
     """Error: a file is not the block that it is named after; the message says why."""
 
@@ -51,7 +54,7 @@ class Tensor:
     data: NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PrefixBlock:
     """Content of a block, by names of tensors."""
 
@@ -95,19 +98,26 @@ def write(file: BinaryIO, header: bytes, block: PrefixBlock) -> None:
         file.write(tensor.data.data)
 
 
-def read(path: Path, space: Space, name: BlockName) -> PrefixBlock:
+def read(
+    path: Path, space: Space, name: BlockName, memory: NDArray[np.uint8] = NONE
+) -> PrefixBlock:
     """Return the block of this name.
+
+    memory: where it is put if it fits there.
 
     Raises:
         OSError: the file is not there, or can't be read.
         Damaged: it is not what was written under this name.
     """
     with path.open("rb", buffering=0) as file:
-        return read_part(file, os.fstat(file.fileno()).st_size, space, name)
+        return read_part(file, os.fstat(file.fileno()).st_size, space, name, memory)
 
 
-def read_part(file: Any, nbytes: int, space: Space, name: BlockName) -> PrefixBlock:
-    """Return the block of this name in the next `nbytes` bytes of a file that is open.
+def read_part(
+    file: Any, nbytes: int, space: Space, name: BlockName, memory: NDArray[np.uint8] = NONE
+) -> PrefixBlock:
+    """Return the block of this name in the next `nbytes` bytes of a file that is open. memory: as
+    in `read`.
 
     Raises:
         OSError: the file can't be read.
@@ -118,7 +128,7 @@ def read_part(file: Any, nbytes: int, space: Space, name: BlockName) -> PrefixBl
     # Before any memory is taken: a damaged header may speak of any size.
     if begin + nbytes - file.tell() != (size := _size(described)):
         raise Damaged("it has not as many bytes as its header says")
-    content = np.empty(size, np.uint8)
+    content = memory[:size] if size <= len(memory) else np.empty(size, np.uint8)
     view, got = content.data, 0
     while got < size and (more := file.readinto(view[got:])):
         got += more

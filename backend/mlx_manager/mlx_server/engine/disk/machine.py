@@ -4,13 +4,14 @@ and values depend. A block is of use where all of them are the same."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from mlx_manager import __version__
 from mlx_manager.mlx_server.utils.memory import device_name
 
 PROGRAMS = ("mlx-manager", "mlx", "mlx-lm")
+SEEING = ("mlx-vlm", "transformers", "pillow")
 
 
 def machine_facts() -> dict[str, Any]:
@@ -19,6 +20,19 @@ def machine_facts() -> dict[str, Any]:
         "programs": [__version__, *(version(name) for name in PROGRAMS[1:])],
         "device": device_name(),
     }
+
+
+def vision_facts() -> list[str]:
+    """Return the versions of the programs that features of pictures depend on; "" of one that is
+    not there."""
+    return [_version(name) for name in SEEING]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def difference(facts: Mapping[str, Any]) -> str | None:

@@ -1,8 +1,9 @@
-"""Names of blocks of pages on disk: which model's they are, and which prefix they end.
+"""Names of blocks on disk: which model's they are, and which prefix they end or which picture's.
 
 A block is a run of pages of one prefix. A prefix is cut at every `block_pages` pages, counted from
 its beginning, so that prompts that begin alike share blocks. A block's name is the digest of all
-content up to its end, as a page in memory is known by all content before it.
+content up to its end, as a page in memory is known by all content before it. The features of one
+picture are a block, too, named by the picture.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ DIGEST = 20
 """Bytes of a digest."""
 BLOCK_TOKENS = 256
 """Tokens of a block, or a little less: whole pages."""
-PLAIN, STATE = "kv", "state"
-"""Kinds of blocks: pages alone, and pages with the state of recurrent layers after them."""
-FILE = re.compile(rf"([0-9a-f]{{{2 * DIGEST}}})\.({PLAIN}|{STATE})\.safetensors")
+PLAIN, STATE, PICTURE = "kv", "state", "picture"
+"""Kinds of blocks: pages alone, pages with the state of recurrent layers after them, and features
+of a picture."""
+KINDS = (PLAIN, STATE, PICTURE)
+FILE = re.compile(rf"([0-9a-f]{{{2 * DIGEST}}})\.({'|'.join(KINDS)})\.safetensors")
 TEMPORARY = ".new-"
 
 
@@ -55,8 +58,8 @@ class Space:
 class BlockName:
     """A block of one space.
 
-    digest: of the prefix that ends with it. kind: `PLAIN` or `STATE`. first, end: its pages within
-    the prefix, the end excluded.
+    digest: of the prefix that ends with it, or of a picture's name. kind: one of `KINDS`. first,
+    end: its pages within the prefix, the end excluded; 0 and 1 for a picture.
     """
 
     digest: bytes
@@ -71,6 +74,12 @@ class BlockName:
     @property
     def pages(self) -> int:
         return self.end - self.first
+
+
+def picture_name(digest: str) -> BlockName:
+    """Return the name of a picture's features. digest: as `prompt_images.Picture` has it."""
+    hashed = hashlib.blake2b(f"picture {digest}".encode(), digest_size=DIGEST)
+    return BlockName(hashed.digest(), PICTURE, 0, 1)
 
 
 class PrefixChain:

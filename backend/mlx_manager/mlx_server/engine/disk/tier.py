@@ -1,4 +1,5 @@
-"""Disk as the tier below the pages in memory. All of it on the MLX thread, but for `threads`.
+"""Disk as the tier below the pages in memory, and below pictures' features. All of it on the MLX
+thread, but for `threads`.
 
 Copied off the device, and written: blocks that are used a second time, those whose pages are about
 to be given up, and all when the model is unloaded. Copies take a small share of the time of steps
@@ -13,31 +14,42 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from threading import Timer
 from time import perf_counter
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_manager.mlx_server.devices.dtypes import dtype_name, dtype_named
+from mlx_manager.mlx_server.devices.dtypes import dtype_name
+from mlx_manager.mlx_server.engine.disk.arrays import (
+    Piece,
+    Sheet,
+    leaves_of,
+    on_device,
+    on_host,
+    part_of,
+    state_tensors,
+)
 from mlx_manager.mlx_server.engine.disk.blocks import PrefixBlock, Tensor
 from mlx_manager.mlx_server.engine.disk.names import (
     BLOCK_TOKENS,
+    PICTURE,
     PLAIN,
     STATE,
     BlockName,
     PrefixChain,
 )
+from mlx_manager.mlx_server.engine.disk.pictures import KeptFeatures, tensors_of
 from mlx_manager.mlx_server.engine.disk.prices import LearntRate, Prices
 from mlx_manager.mlx_server.engine.disk.threads import BlockDisk, Reading
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.kv.store import LayerStore
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.execution.forward import Forward, Snapshot
+from mlx_manager.mlx_server.execution.images import Features
 
 SHARE = 0.1
 """Part of the time of steps that copies and puts may take."""
@@ -52,6 +64,8 @@ LOW = 16
 be given up."""
 TURNS = 8
 """Turns between two looks for these."""
+HEADER = 1 << 15
+"""Bytes of a file's header, or more."""
 PATIENCE = 2.0
 """Seconds that a read may take beyond five times what is expected."""
 
@@ -69,12 +83,15 @@ class Label:
 @dataclass(frozen=True, slots=True)
 class DiskStats:
     """Figures of a model's blocks on disk. queries, hits: prompt tokens beyond memory that were
-    looked up, and that were read. read_bytes, written_bytes: by this process. dropped: blocks that
-    were not written. files_bytes, budget: of all models. written_today, daily: of all models; daily
-    None: no limit."""
+    looked up, and that were read. picture_queries, picture_hits: the same of pictures whose
+    features were wanted. read_bytes, written_bytes: by this process. dropped: blocks that were not
+    written. files_bytes, budget: of all models. written_today, daily: of all models; daily None: no
+    limit."""
 
     queries: int
     hits: int
+    picture_queries: int
+    picture_hits: int
     read_bytes: int
     written_bytes: int
     dropped: int
@@ -107,22 +124,30 @@ class PrefixLoad:
 class Copy:
     """A block on its way off the device, in pieces.
 
-    left: yields the arrays of the next pieces. queued: arrays on the device, each with its place on
-    the host. tensors: the host's copies. broken: one of its pages has been given up.
+    block: the host's copy. left: yields the next pieces. queued: those that are under way. broken:
+    one of its pages has been given up.
     """
 
-    name: BlockName
-    left: Iterator[list[tuple[mx.array, NDArray[np.uint8]]]]
-    tensors: dict[str, Tensor]
-    queued: list[tuple[mx.array, NDArray[np.uint8]]] = field(default_factory=list)
+    block: PrefixBlock
+    left: Iterator[list[Piece]] = field(default_factory=lambda: iter(()))
+    queued: list[Piece] = field(default_factory=list)
     broken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A block that is to be copied. nbytes: its size, or more. features: returns those of the
+    picture that it is of, None if they are not in memory any more; None for pages."""
+
+    nbytes: int
+    features: Callable[[], Features | None] | None = None
 
 
 class DiskTier:
     """Prefixes of one engine on disk.
 
     Args:
-        disk: writes and reads blocks.
+        disk: writes and reads blocks, for which it has room.
         forward: how the model is run.
         pool: the pages in memory.
         attainable: returns the number of pages that there could be.
@@ -131,6 +156,10 @@ class DiskTier:
             or that goes on without, for nothing could be read.
         wake: called on another thread when a read has taken too long.
         ahead: whether results are read when a later step has been queued, as on a GPU.
+
+    Attributes:
+        prices: of computing and of reading.
+        pictures: features of pictures on disk.
     """
 
     def __init__(
@@ -152,11 +181,13 @@ class DiskTier:
         self._block = block_pages(pool.page_size)
         on_pages = sum(store.token_bytes for store in self._stores)
         self._page_bytes = max(1, on_pages * pool.page_size)
+        self._block_bytes = block_bytes(forward, pool.page_size)
         self.prices = Prices(on_pages)
         self.prices.read = disk.read_rate
+        self.pictures = KeptFeatures(disk, self._want_picture)
         self._stateful = forward.prefixes == "snapshot"
         self._pages: dict[bytes, int] = {}
-        self._wanted: OrderedDict[BlockName, None] = OrderedDict()
+        self._wanted: OrderedDict[BlockName, Wish] = OrderedDict()
         self._copy: Copy | None = None
         self._loads: dict[int, PrefixLoad] = {}
         self._filling: tuple[PrefixLoad, PrefixBlock] | None = None
@@ -189,7 +220,13 @@ class DiskTier:
     @property
     def has_copies(self) -> bool:
         """Return whether there is something to be copied, and the writer would take it."""
-        return bool(self._copy or self._wanted) and self._disk.writable
+        if self._copy is not None:
+            return True
+        return bool(self._wanted) and self._disk.writable(self._next_wish.nbytes)
+
+    @property
+    def _next_wish(self) -> Wish:
+        return next(iter(self._wanted.values()))
 
     def stats(self) -> DiskStats:
         """Return the current figures. Safe on any thread."""
@@ -197,6 +234,8 @@ class DiskTier:
         return DiskStats(
             self.queries,
             self.hits,
+            self.pictures.queries,
+            self.pictures.hits,
             disk.read_bytes,
             disk.written_bytes,
             disk.dropped,
@@ -412,11 +451,18 @@ class DiskTier:
                 break
         self._credit -= min(perf_counter() - begun, self._credit)
 
-    def _want(self, name: BlockName) -> None:
-        """Have a block copied and written, unless it is on disk."""
+    def _want_picture(self, name: BlockName, features: Callable[[], Features | None]) -> None:
+        """Have a picture's features copied and written, unless they are on disk, or larger than all
+        the room for copies."""
+        found = features()
+        if found is not None and found.nbytes <= self._disk.writes.limit:
+            self._want(name, Wish(found.nbytes, features))
+
+    def _want(self, name: BlockName, wish: Wish | None = None) -> None:
+        """Have a block copied and written, unless it is on disk. wish: None for pages."""
         if not self._disk.usable or name in self._wanted or self._disk.has(name):
             return
-        self._wanted[name] = None
+        self._wanted[name] = wish or Wish(self._block_bytes)
         if len(self._wanted) > MOST_WANTED:
             self._wanted.popitem(last=False)
             self._disk.dropped += 1
@@ -455,7 +501,7 @@ class DiskTier:
             return not busy
         else:
             self._copy = None
-            self._disk.write(PrefixBlock(copy.name, copy.tensors))
+            self._disk.write(copy.block)
         return True
 
     def _read_out(self, copy: Copy) -> None:
@@ -464,16 +510,32 @@ class DiskTier:
         for array, place in copy.queued:
             place[...] = on_host(array)
             nbytes += array.nbytes
-        self.prices.copy.observe(nbytes, perf_counter() - begun)
+        if copy.block.name.kind != PICTURE:
+            self.prices.copy.observe(nbytes, perf_counter() - begun)
         copy.queued = []
 
     def _next_copy(self) -> Copy | None:
-        while self._wanted:
-            name, _ = self._wanted.popitem(last=False)
-            pages = self._pages_of(name)
-            if pages is None or self._disk.has(name):
+        """Return the copy of the next block that is wanted and still in memory, if there is room
+        for it."""
+        while self._wanted and self._disk.writable(self._next_wish.nbytes):
+            name, wish = self._wanted.popitem(last=False)
+            if self._disk.has(name):
                 continue
-            return self._begun(name, pages)
+            if wish.features is None:
+                copy = self._copy_of_pages(name)
+            else:
+                features = wish.features()
+                copy = None if features is None else self._copy_of_picture(name, features)
+            if copy is not None:
+                return copy
+        return None
+
+    def _memory(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """Return memory for a copy of so many bytes; None if there is no room for it."""
+        room = self._disk.writes
+        if room.take(nbytes):
+            return room.memory(nbytes)
+        self._disk.dropped += 1
         return None
 
     def _pages_of(self, name: BlockName) -> list[int] | None:
@@ -497,31 +559,61 @@ class DiskTier:
         label = self._label(page)
         return page if label is not None and label.digest == digest else None
 
-    def _begun(self, name: BlockName, pages: list[int]) -> Copy | None:
-        """Return the copy of a block in `pages`, with nothing copied yet."""
+    def _copy_of_pages(self, name: BlockName) -> Copy | None:
+        """Return the copy of a block of pages, with nothing copied yet; None if they, or the state
+        behind them, have been given up, or there is no room."""
+        pages = self._pages_of(name)
+        if pages is None:
+            return None
+        snapshot = None
+        if name.kind == STATE:
+            attached = self._pool.attachment(pages[-1])
+            if not isinstance(attached, Snapshot):
+                return None
+            snapshot = attached
         size = self._pool.page_size
-        tensors: dict[str, Tensor] = {}
+        nbytes = 0 if snapshot is None else snapshot.nbytes
+        nbytes += len(pages) * size * sum(store.token_bytes for store in self._stores)
+        memory = self._memory(nbytes)
+        if memory is None:
+            return None
+        sheet, tensors = Sheet(memory), dict[str, Tensor]()
         places: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
         for number, store in enumerate(self._stores):
             pair = []
             for part, held in zip(store.parts, store.held, strict=True):
                 heads, _, dim = held.shape
                 shape = (heads, len(pages) * size, dim)
-                data = np.empty((*shape[:2], dim * held.dtype.size), np.uint8)
-                flat = data.reshape(-1)
-                tensors[f"{part}.{number}"] = Tensor(dtype_name(held.dtype), shape, flat)
+                tensors[f"{part}.{number}"], data = sheet.tensor(held.dtype, shape)
                 pair.append(data)
             places.append((pair[0], pair[1]))
-        states: list[tuple[mx.array, NDArray[np.uint8]]] = []
-        if name.kind == STATE:
-            snapshot = self._pool.attachment(pages[-1])
-            if not isinstance(snapshot, Snapshot):
-                return self._next_copy()
-            states = list(state_tensors(snapshot, tensors))
+        states = [] if snapshot is None else list(state_tensors(snapshot, tensors, sheet))
         labels = [self._pool.labels.get(page) for page in pages]
-        copy = Copy(name, iter(()), tensors)
+        copy = Copy(PrefixBlock(name, tensors))
+        self._disk.writes.lend(nbytes, memory, copy.block)
         copy.left = self._pieces(copy, pages, labels, places, states)
         return copy
+
+    def _copy_of_picture(self, name: BlockName, features: Features) -> Copy | None:
+        """Return the copy of a picture's features, with nothing copied yet; None if there is no
+        room."""
+        memory = self._memory(features.nbytes)
+        if memory is None:
+            return None
+        tensors, places = tensors_of(features, Sheet(memory))
+        copy = Copy(PrefixBlock(name, tensors), self._row_pieces(places))
+        self._disk.writes.lend(features.nbytes, memory, copy.block)
+        return copy
+
+    def _row_pieces(self, places: list[Piece]) -> Iterator[list[Piece]]:
+        """Yield some rows of features at a time, as many bytes as of pages."""
+        for array, place in places:
+            done, row_bytes = 0, max(1, array.nbytes // max(1, len(array)))
+            while done < len(array):
+                most = self._at_once(self.prices.copy, self._busy) * self._page_bytes
+                end = done + max(1, most // row_bytes)
+                yield [(array[done:end], place[done:end])]
+                done = end
 
     def _pieces(
         self,
@@ -529,8 +621,8 @@ class DiskTier:
         pages: list[int],
         labels: list[object],
         places: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]],
-        states: list[tuple[mx.array, NDArray[np.uint8]]],
-    ) -> Iterator[list[tuple[mx.array, NDArray[np.uint8]]]]:
+        states: list[Piece],
+    ) -> Iterator[list[Piece]]:
         """Yield the arrays of the next pieces, which are described as late as they are queued; sets
         `broken` where a page has been given up meanwhile."""
         size, done = self._pool.page_size, 0
@@ -579,9 +671,13 @@ class DiskTier:
         due, self._busy = perf_counter() + seconds, False
         held = [page for page in self._pool.labels if self._pool.references(page)]
         self._want_pages([*held, *self._pool.newest])
+        self.copy_wanted(due)
+
+    def copy_wanted(self, due: float) -> None:
+        """Have all copied that is wanted, until a time of `perf_counter`."""
         while (self._copy or self._wanted) and (left := due - perf_counter()) > 0:
-            if not self._disk.writable:
-                if not self._disk.wait(min(left, 0.05)):
+            if not self.has_copies:
+                if not self._disk.wait(self._next_wish.nbytes, min(left, 0.05)):
                     break
                 continue
             self._copy_more(False)
@@ -621,28 +717,10 @@ def block_pages(page_size: int) -> int:
     return max(1, BLOCK_TOKENS // page_size)
 
 
-def on_host(array: mx.array) -> NDArray[np.uint8]:
-    """Return an array's bytes, the last axis longer by the size of its numbers."""
-    if not array.size:
-        return np.empty((*array.shape[:-1], array.shape[-1] * array.dtype.size), np.uint8)
-    return np.array(array.view(mx.uint8))
-
-
-def on_device(tensor: Tensor) -> mx.array:
-    dtype = dtype_named(tensor.dtype)
-    if not tensor.data.nbytes:
-        return mx.zeros(tensor.shape, dtype)
-    return mx.array(tensor.data).view(dtype).reshape(tensor.shape)
-
-
-def part_of(tensor: Tensor, slots: slice) -> Tensor:
-    """Return a part of the second of three axes."""
-    heads, length, dim = tensor.shape
-    shape = (heads, slots.stop - slots.start, dim)
-    if not tensor.data.nbytes:
-        return Tensor(tensor.dtype, shape, tensor.data)
-    data = tensor.data.reshape(heads, length, -1)[:, slots]
-    return Tensor(tensor.dtype, shape, np.ascontiguousarray(data).reshape(-1))
+def block_bytes(forward: Forward, page_size: int) -> int:
+    """Return the bytes of the largest file of a model's pages, or a little more."""
+    on_pages = sum(store.token_bytes for store in stores_of(forward))
+    return HEADER + block_pages(page_size) * page_size * on_pages + forward.row_bytes
 
 
 def fits(stores: list[LayerStore], page_size: int, block: PrefixBlock) -> bool:
@@ -655,35 +733,3 @@ def fits(stores: list[LayerStore], page_size: int, block: PrefixBlock) -> bool:
             if tensor is None or (tensor.dtype, tensor.shape) != (dtype_name(held.dtype), shape):
                 return False
     return True
-
-
-def state_tensors(
-    snapshot: Snapshot, tensors: dict[str, Tensor]
-) -> Iterator[tuple[mx.array, NDArray[np.uint8]]]:
-    """Add a snapshot's arrays to `tensors`, and yield each with its place there."""
-    for layer, leaf in enumerate(snapshot.leaves):
-        for part, array in enumerate(leaf):
-            name = f"state.{layer}.{part}"
-            if array is None:
-                tensors[f"{name}.none"] = Tensor("uint8", (0,), np.empty(0, np.uint8))
-                continue
-            rows = array.reshape(1) if not array.shape else array
-            data = np.empty((*rows.shape[:-1], rows.shape[-1] * array.dtype.size), np.uint8)
-            tensors[name] = Tensor(dtype_name(array.dtype), tuple(array.shape), data.reshape(-1))
-            yield rows, data
-
-
-def leaves_of(tensors: Mapping[str, Tensor]) -> list[list[mx.array | None]]:
-    """Return the arrays of a snapshot that `state_tensors` has added."""
-    leaves: list[list[mx.array | None]] = []
-    named: dict[tuple[int, int], Any] = {}
-    for name, tensor in tensors.items():
-        kind, *numbers = name.split(".")
-        if kind == "state":
-            array = None if numbers[2:] else on_device(tensor)
-            named[int(numbers[0]), int(numbers[1])] = array
-    for (layer, _), array in sorted(named.items(), key=lambda item: item[0]):
-        while len(leaves) <= layer:
-            leaves.append([])
-        leaves[layer].append(array)
-    return leaves

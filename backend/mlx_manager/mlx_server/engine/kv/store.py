@@ -401,4 +401,4 @@ def resized(pool: mx.array, slots: int) -> mx.array:
         return mx.zeros((heads, slots, dim), pool.dtype)
     if slots <= have:
         return mx.contiguous(pool[:, :slots])
-    return mx.pad(pool, ((0, 0), (0, slots - have), (0, 0)))
+    return mx.pad(pool, [(0, 0), (0, slots - have), (0, 0)])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 
 from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.devices import table as devices
+from mlx_manager.mlx_server.engine.disk.room import BLOCKS, LEAST, room_of
 from mlx_manager.mlx_server.engine.disk.tier import DiskTier
 from mlx_manager.mlx_server.engine.kv.pages import PagePool
 from mlx_manager.mlx_server.engine.memory.line import Line
@@ -18,11 +20,14 @@ from mlx_manager.mlx_server.engine.pictures.pictures import Pictures
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.execution.forward import Forward
-from mlx_manager.mlx_server.utils.memory import Ledger, Relief, clear_cache
+from mlx_manager.mlx_server.utils.memory import Ledger, Relief, clear_cache, shares_memory
 from mlx_manager.mlx_server.utils.pressure import Pressure
 
 # Seconds of another model's wait that pages which nobody needs at the moment are written in.
 SPILL = 0.5
+# One part of so many of the memory that a model could have is for blocks on their way to disk and
+# back, or up to one of so few where that is not enough for the fewest blocks.
+USUAL_PART, LARGEST_PART = 8, 4
 # MLX keeps freed buffers for reuse; steps of changing sizes leave many behind.
 STEPS_BETWEEN_TRIMS = 512
 
@@ -40,9 +45,12 @@ class EngineMemory:
         busy: returns whether the engine has work.
         pictures: what sees pictures, if something does.
         draft: how a draft model is run, if there is one; its layers are on the same pages.
+        block_bytes: of the largest block of pages, if there is a disk for them.
 
     Attributes:
         disk: keeps pages beyond memory, if there is a disk for them; set once it has been made.
+        room: bytes that blocks may take on their way to disk, and as many on their way back, as
+            long as the engine lives; 0: there is no memory for them.
         kv_format: format of the numbers in pages, by which kept prefixes differ, too.
 
     Raises:
@@ -61,6 +69,7 @@ class EngineMemory:
         busy: Callable[[], bool],
         pictures: Pictures | None = None,
         draft: Forward | None = None,
+        block_bytes: int | None = None,
     ) -> None:
         pages, states, snapshots = (
             Line(ledger, f"{kind}:{name}") for kind in ("pages", "states", "snapshots")
@@ -87,6 +96,8 @@ class EngineMemory:
         self.snapshots = SnapshotMemory(forward, self.pool, snapshots)
         self.working = WorkingMemory(name, size, ledger)
         self._ledger = ledger
+        self._on_their_way = Line(ledger, f"disk:{name}")
+        self.room = 0 if block_bytes is None else self._reserve_room(block_bytes)
         self._busy = busy
         self._pictures = pictures
         self.disk: DiskTier | None = None
@@ -129,6 +140,19 @@ class EngineMemory:
     def pages_of_others(self) -> int:
         """Return the number of pages that idle models would have to give memory up for."""
         return self._ledger.relievable(self._relieve) // max(self.pages.page_bytes, 1)
+
+    def _reserve_room(self, block_bytes: int) -> int:
+        """Reserve memory for blocks on their way to disk and back, and return the bytes for either
+        direction; 0 if there is not enough."""
+        if not shares_memory():
+            return room_of(block_bytes)
+        attainable = self._ledger.attainable()
+        for blocks in range(BLOCKS, LEAST - 1, -1):
+            room = room_of(block_bytes, blocks)
+            most = attainable // (USUAL_PART if blocks > LEAST else LARGEST_PART)
+            if 2 * room <= most and self._on_their_way.reserve(2 * room):
+                return room
+        return 0
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -187,12 +211,16 @@ class EngineMemory:
     def close(self) -> None:
         """Give back what steps work on, and answer no more calls for relief."""
         self._ledger.remove_relief(self._relieve)
+        self._on_their_way.record(0)
         self.working.close()
 
     def _relieve(self, lacking: int) -> None:
         """Give up features of pictures, then cached pages, and the free ones at the end of the
         stores."""
         had = self._features
+        if had and self.disk is not None and self._pictures is not None and not self._busy():
+            self._pictures.keep_all()
+            self.disk.copy_wanted(perf_counter() + SPILL)
         self._give_up_features(lacking)
         lacking -= had - self._features
         if lacking <= 0:

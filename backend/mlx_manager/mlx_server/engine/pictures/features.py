@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from mlx_manager.mlx_server.engine.memory.line import Line
 from mlx_manager.mlx_server.execution.images import Features
@@ -29,6 +30,10 @@ class FeatureCache:
     def __len__(self) -> int:
         return len(self._features)
 
+    def __iter__(self) -> Iterator[str]:
+        """Yield the digests, those of features used least recently first."""
+        return iter(self._features)
+
     def hold(self, digest: str, row: int) -> Features | None:
         """Return the features, which are kept until the row with this key releases them; None if
         they are not here."""
@@ -37,6 +42,21 @@ class FeatureCache:
             self._features.move_to_end(digest)
             self._holders.setdefault(digest, set()).add(row)
         return features
+
+    def find(self, digest: str) -> Features | None:
+        """Return the features, whose next use this is not; None if they are not here."""
+        return self._features.get(digest)
+
+    def next_to_go(self, lacking: int) -> list[str]:
+        """Return the digests of the features that would be forgotten so that `lacking` more bytes
+        are kept, the first to go first."""
+        left, found = self.nbytes + lacking - self._most, []
+        for digest, features in self._features.items():
+            if left <= 0:
+                break
+            found.append(digest)
+            left -= features.nbytes
+        return found
 
     def put(self, digest: str, features: Features) -> None:
         """Add features that somebody is about to hold."""

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import mlx.core as mx
 
 from mlx_manager.mlx_server import core
+from mlx_manager.mlx_server.engine.disk.pictures import KeptFeatures
 from mlx_manager.mlx_server.engine.pictures.features import FeatureCache
 from mlx_manager.mlx_server.engine.prompt_images import Tower
 from mlx_manager.mlx_server.engine.sequence import Sequence as Row
@@ -34,24 +35,44 @@ ROW_BYTES = 1 << 18
 PATIENCE = 0.01
 
 
+Stages = Generator[Sequence[mx.array], None, Features]
+
+
+@dataclass(frozen=True, slots=True)
+class TowerInput:
+    """A picture's pixels, or its features from disk.
+
+    stages: returns the slices of work that make features of it. nbytes: bytes that these work on;
+    None: as many for each row as the tower takes.
+    """
+
+    stages: Callable[[], Stages]
+    nbytes: int | None = None
+
+
 class Job:
     """Work on one picture.
 
-    digest, image: of the picture. count: its rows. rows: the rows that wait for it, by key.
+    digest, image: of the picture. count: its rows. kept: whether its features are on disk. rows:
+    the rows that wait for it, by key. source: what the host gets ready. stages: what is left to do
+    then. seconds: those that the tower has worked on it; None: it has not.
     """
 
-    def __init__(self, digest: str, image: core.Image, count: int) -> None:
+    def __init__(self, digest: str, image: core.Image, count: int, kept: bool) -> None:
         self.digest = digest
         self.image = image
         self.count = count
+        self.kept = kept
         self.rows: dict[int, Row] = {}
-        self.pixels: Future[Any] | None = None
-        self.stages: Generator[Sequence[mx.array], None, Features] | None = None
+        self.source: Future[TowerInput] | None = None
+        self.stages: Stages | None = None
+        self.seconds: float | None = None
 
     @property
     def waits_for_host(self) -> bool:
-        """True while the tower cannot go on since pixels are not there."""
-        return self.stages is None and not (self.pixels is not None and self.pixels.done())
+        """True while there is nothing to go on with, as pixels, or features from disk, have not
+        come."""
+        return self.stages is None and not (self.source is not None and self.source.done())
 
 
 class TowerJobs:
@@ -64,6 +85,7 @@ class TowerJobs:
         clock: returns seconds.
 
     Attributes:
+        kept: features of pictures on disk, if some are kept there.
         slices: slices that have been run.
         at_fault: the job that is being worked on: an error then fails its rows alone.
     """
@@ -75,6 +97,7 @@ class TowerJobs:
         wake: Callable[[], None] | None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
+        self.kept: KeptFeatures | None = None
         self.slices = 0
         self.at_fault: Job | None = None
         self._tower = tower
@@ -99,7 +122,7 @@ class TowerJobs:
 
     @property
     def waits_for_host(self) -> bool:
-        """True while no job can go on before some pixels have come."""
+        """True while no job can go on before something has come: pixels, or features from disk."""
         return all(job.waits_for_host for job in self._jobs.values())
 
     # -- jobs ----------------------------------------------------------------------------------
@@ -108,9 +131,10 @@ class TowerJobs:
         """Have a row wait for a picture's features."""
         job = self._jobs.get(digest)
         if job is None:
-            job = self._jobs[digest] = Job(digest, image, count)
+            kept = self.kept is not None and self.kept.has(digest, count)
+            job = self._jobs[digest] = Job(digest, image, count, kept)
         job.rows[row.key] = row
-        self._fetch_pixels()
+        self._fetch()
 
     def leave(self, row: Row) -> None:
         """End the wait of a row; jobs that nobody waits for end with it."""
@@ -127,29 +151,45 @@ class TowerJobs:
 
     def _end(self, job: Job) -> None:
         del self._jobs[job.digest]
-        if job.pixels is not None:
-            job.pixels.cancel()
+        if job.source is not None:
+            job.source.cancel()
         if job is self._current:
             self._current = None
             if job.stages is not None:
                 job.stages.close()
             self._cache.record_working(0)
-        self._fetch_pixels()
+        self._fetch()
 
     def _in_order(self) -> list[Job]:
         return sorted(
             self._jobs.values(), key=lambda job: min(row.priority for row in job.rows.values())
         )
 
-    def _fetch_pixels(self) -> None:
+    def _fetch(self) -> None:
         for job in self._in_order()[:PIXELS_AHEAD]:
-            if job.pixels is None and job.stages is None:
-                job.pixels = self._threads.submit(partial(self._tower.pixels, job.image))
-                job.pixels.add_done_callback(self._note_pixels)
+            if job.source is None and job.stages is None:
+                read = self._read if job.kept else self._decode
+                job.source = self._threads.submit(partial(read, job))
+                job.source.add_done_callback(self._note_source)
 
-    def _note_pixels(self, _: Future[Any]) -> None:
+    def _note_source(self, _: Future[TowerInput]) -> None:
         if self._wake is not None:
             self._wake()
+
+    # -- on the host's thread ------------------------------------------------------------------
+
+    def _decode(self, job: Job) -> TowerInput:
+        """Return a picture's pixels."""
+        return TowerInput(partial(self._tower.stages, self._tower.pixels(job.image)))
+
+    def _read(self, job: Job) -> TowerInput:
+        """Return a picture's features from disk, or its pixels if they can't be read."""
+        kept, tower = self.kept, self._tower
+        assert kept is not None
+        block = kept.read(job.digest, (job.count, tower.width), tower.levels)
+        if block is None:
+            return self._decode(job)
+        return TowerInput(partial(kept.stages, block), 2 * block.nbytes)
 
     # -- slices --------------------------------------------------------------------------------
 
@@ -175,6 +215,8 @@ class TowerJobs:
             if features is not None:
                 # The next job's error must not lose them.
                 self._end(job)
+                if self.kept is not None and job.seconds is not None:
+                    self.kept.observe(job.count, job.seconds)
                 return job, features
             if alone:
                 return None
@@ -192,20 +234,21 @@ class TowerJobs:
         return SLICES_ON_A_GPU if alone else max(1, int(self._credit / self._took))
 
     def _next(self, *, alone: bool) -> Job | None:
-        """Return the job to go on with, if one can; its pixels have been taken and there is memory
-        for it."""
+        """Return the job to go on with, if one can; its pixels, or features, have been taken and
+        there is memory for it."""
         if self._current is not None:
             return self._current
         ready = next((job for job in self._in_order() if not job.waits_for_host), None)
         if ready is None:
             if alone and self._wake is None:
-                wait([job.pixels for job in self._jobs.values() if job.pixels], PATIENCE)
+                wait([job.source for job in self._jobs.values() if job.source], PATIENCE)
             return None
         self.at_fault = ready
-        pixels, nbytes = ready.pixels, ready.count * self._row_bytes
-        assert pixels is not None
+        assert ready.source is not None
         # Raises what the pixels' thread has raised.
-        found = pixels.result()
+        source = ready.source.result()
+        read = source.nbytes
+        nbytes = ready.count * self._row_bytes if read is None else read
         if not self._cache.reserve_working(nbytes):
             if alone:
                 raise OutOfMemory(
@@ -214,7 +257,8 @@ class TowerJobs:
                 )
             self.at_fault = None
             return None
-        ready.pixels, ready.stages = None, self._tower.stages(found)
+        ready.source, ready.stages = None, source.stages()
+        ready.seconds = 0.0 if read is None else None
         self._current, self.at_fault = ready, None
         return ready
 
@@ -239,8 +283,10 @@ class TowerJobs:
         self._seconds.append(took / run)
         # A slice that has taken much longer than others does not hold up the next ones.
         self._credit = max(self._credit - took, -self._took)
-        if mx.get_peak_memory() > peak:
-            self._learn(job, mx.get_peak_memory() - active)
+        if job.seconds is not None:
+            job.seconds += took
+            if mx.get_peak_memory() > peak:
+                self._learn(job, mx.get_peak_memory() - active)
         return features
 
     def _learn(self, job: Job, nbytes: int) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
+from mlx_manager.mlx_server.engine.disk.pictures import KeptFeatures
 from mlx_manager.mlx_server.engine.memory.line import Line
 from mlx_manager.mlx_server.engine.pictures.features import FeatureCache
 from mlx_manager.mlx_server.engine.pictures.jobs import TowerJobs
@@ -57,6 +59,23 @@ class Pictures:
         """Number of the tower's slices that have been run."""
         return self._jobs.slices
 
+    # -- disk ----------------------------------------------------------------------------------
+
+    def keep_on(self, kept: KeptFeatures) -> None:
+        """Have features kept on disk: those that are used a second time, and those that memory is
+        about to give up."""
+        self._jobs.kept = kept
+
+    def keep_all(self) -> None:
+        """Have all features written that are in memory, those used last first."""
+        self._keep(reversed(list(self.cache)))
+
+    def _keep(self, digests: Iterable[str]) -> None:
+        kept = self._jobs.kept
+        if kept is not None:
+            for digest in digests:
+                kept.want(digest, partial(self.cache.find, digest))
+
     # -- rows ----------------------------------------------------------------------------------
 
     def begin(self, sequence: Sequence) -> None:
@@ -72,6 +91,7 @@ class Pictures:
             features = self.cache.hold(picture.digest, sequence.key)
             if features is not None:
                 sequence.features[picture.digest] = features
+                self._keep([picture.digest])
             else:
                 count = len(picture.places)
                 self._jobs.want(picture.digest, picture.image, count, sequence)
@@ -110,6 +130,7 @@ class Pictures:
             self.cache.hold(job.digest, row.key)
             row.features[job.digest] = features
             _set_ready(row)
+        self._keep(self.cache.next_to_go(features.nbytes))
         self.cache.trim()
 
     def take_fault(self, error: Exception) -> tuple[list[Sequence], MLXManagerError] | None:

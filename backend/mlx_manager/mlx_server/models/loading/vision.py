@@ -109,7 +109,8 @@ def _made(
     plan: BuildPlan, facts: VisionFacts, tokenizer: TokenizerWrapper, dtype: mx.Dtype
 ) -> Vision:
     """Return the tower, its weights not evaluated. dtype: type of the language model's input."""
-    tower = tower_of(facts.tower, checkpoint_of(plan))
+    checkpoint = checkpoint_of(plan)
+    tower = tower_of(facts.tower, checkpoint)
     row = token_id(tokenizer, tower.row)
     if row is None:
         raise ModelLoadFailed(f"the tokenizer has no token {tower.row}")
@@ -119,7 +120,7 @@ def _made(
         if name.startswith(facts.tensors)
     }
     fill(tower.module, tower.sanitized(tensors), plan.config, tower)
-    tower.dtype = dtype
+    tower.dtype, tower.width = dtype, int(checkpoint.text["hidden_size"])
     if default_device() == "cpu" and dtype == mx.float32:
         # MLX's CPU multiplies nothing else fast.
         convert(tower.module, Form("dequantized-float32", 0, dense=True, wide=True))

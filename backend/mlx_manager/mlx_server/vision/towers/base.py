@@ -121,7 +121,7 @@ class VisionTower(ABC):
         whole, windowed: see `PromptImages`.
         mrope: positions of the language model in time, height and width, if it has any.
         levels: levels of features that are added after the language model's first layers.
-        dtype: type of the features, which is the language model's.
+        dtype, width: type and width of the features, which are the language model's.
         scale: what the language model multiplies its embeddings by.
     """
 
@@ -132,6 +132,7 @@ class VisionTower(ABC):
     mrope: MRope | None = None
     levels: int = 0
     dtype: mx.Dtype = mx.float32
+    width: int = 0
     scale: float = 1.0
 
     def __init__(self) -> None:

@@ -10,8 +10,10 @@ from mlx_manager.mlx_server.devices.attention.check import (
     check_chunks,
     self_check,
 )
-from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, Rotary
+from mlx_manager.mlx_server.devices.attention.codes import group_of
+from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape, CodedShape, Rotary
 from mlx_manager.mlx_server.devices.attention.kinds import (
+    CODED,
     HEAD_DIMS,
     build,
     build_chunks,
@@ -75,6 +77,15 @@ def test_kernels_pass_their_self_check(head_dim, features):
     kernels = build(shape(head_dim))
     assert not isinstance(kernels, Unsupported)
     assert self_check(kernels, features, Rotary(head_dim, False, 1e-6)) is None
+
+
+@pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_kernels_over_keys_and_values_in_8_bits_pass_their_check(head_dim, dtype):
+    group = group_of(head_dim)
+    assert group
+    assert CODED.outcome(CodedShape(shape(head_dim, dtype=dtype), group)) is None
 
 
 @pytest.mark.skipif(not on_gpu(), reason="needs a GPU")

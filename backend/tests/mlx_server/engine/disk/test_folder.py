@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from thorough import slow
 
 from mlx_manager.mlx_server.config import PrefixDisk
 from mlx_manager.mlx_server.engine.disk.folder import Folder, WriteRefused
 from mlx_manager.mlx_server.engine.disk.names import DIGEST, PLAIN, BlockName, Space
 
 ONE, OTHER = (Space(model, {"revision": model}) for model in ("owner/one", "owner/other"))
-KILLS = 20
 
 
 class Clock:
@@ -49,10 +49,13 @@ def taken(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*.safetensors"))
 
 
-def test_thousands_of_blocks_of_two_workers_stay_within_the_budget(tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocks", [1000, pytest.param(10_000, marks=slow)])
+def test_thousands_of_blocks_of_two_workers_stay_within_the_budget(
+    tmp_path: Path, blocks: int
+) -> None:
     budget, chosen = 50_000, random.Random(1)
     workers = [folder_of(tmp_path, budget) for _ in range(2)]
-    for number in range(1000):
+    for number in range(blocks):
         worker, space = chosen.choice(workers), chosen.choice((ONE, OTHER))
         add(worker, space, name(number), chosen.randrange(1, 3000))
         if number % 20 == 0:
@@ -174,9 +177,10 @@ def test_a_damaged_state_is_made_anew(tmp_path: Path) -> None:
         again.purge(folder=None, model="nobody")
 
 
-def test_killed_writers_leave_whole_blocks_within_the_budget(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=slow)])
+def test_killed_writers_leave_whole_blocks_within_the_budget(tmp_path: Path, kills: int) -> None:
     program = Path(__file__).with_name("killed_writers.py")
-    command = [sys.executable, str(program), str(tmp_path), str(KILLS)]
+    command = [sys.executable, str(program), str(tmp_path), str(kills)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 0

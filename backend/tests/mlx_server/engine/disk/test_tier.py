@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from devices.portable import Portable, PortableWriter, plainly
 from engine.rig import HandRig, Rig, Row, alone, prompt
 from engine.seeing_rig import SeeingRig
 from mlx import nn
 from seeing import FAMILIES, scene
-from thorough import every_other
+from thorough import every_other, slow
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.config import PrefixDisk
@@ -26,8 +30,9 @@ from mlx_manager.mlx_server.core import Finished
 from mlx_manager.mlx_server.engine.disk.blocks import PrefixBlock
 from mlx_manager.mlx_server.engine.disk.folder import LOCK, Folder
 from mlx_manager.mlx_server.engine.disk.names import DIGEST, FORMAT, PLAIN, BlockName
-from mlx_manager.mlx_server.engine.disk.threads import READS_AHEAD, BlockDisk
-from mlx_manager.mlx_server.engine.disk.tier import stores_of
+from mlx_manager.mlx_server.engine.disk.room import BLOCKS, LEAST
+from mlx_manager.mlx_server.engine.disk.threads import BlockDisk
+from mlx_manager.mlx_server.engine.disk.tier import block_bytes, stores_of
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.execution.forward import Forward
 from mlx_manager.mlx_server.execution.group.leader import ToldStore
@@ -201,8 +206,8 @@ async def test_pictures_are_told_apart_on_disk(tmp_path: Path, disk: PrefixDisk,
     begun = await answers((3, 2), (1, 2), kept=disk)
     assert [tokens for _, tokens in found] == [expected[1], expected[0]]
     assert [cached for cached, _ in found] == [0, BLOCK]
-    # The tower need not read what lies before the end of what is on disk.
-    assert begun == ["3", "2"]
+    # The tower need not read what lies before the end of what is on disk, nor the second picture.
+    assert begun == ["3"]
 
 
 @pytest.mark.parametrize("harm", ["torn", "flipped", "emptied", "foreign", "renamed", "gone"])
@@ -253,14 +258,40 @@ async def test_blocks_of_another_prefix_do_not_pass_for_one(llama: Path, disk: P
 
 
 async def test_pages_about_to_be_given_up_are_written(llama: Path, disk: PrefixDisk) -> None:
-    # Memory for some two prompts of this length.
-    async with Rig(llama, disk=disk, memory=1_200_000) as rig:
+    # Memory for some two prompts of this length, and for blocks on their way.
+    async with Rig(llama, disk=disk, memory=2_800_000) as rig:
         expected = [(await cached(rig.submit(prompt(LONG, i), 8)))[1] for i in range(1, 9)]
         stats = rig.engine.stats()
         assert stats.pages_attainable < 8 * (LONG // 16), "all of them have room"
         for i in range(1, 9):
             assert (await cached(rig.submit(prompt(LONG, i), 8)))[1] == expected[i - 1]
         assert rig.engine.stats().disk.hits > 0  # type: ignore[union-attr]
+
+
+async def test_blocks_on_their_way_stand_in_the_ledger(llama: Path, disk: PrefixDisk) -> None:
+    async with Rig(llama, disk=disk) as rig:
+        assert rig.disk is not None
+        one = block_bytes(rig.forward, 16)
+        assert rig.disk.writes.limit == rig.disk.reads.limit == BLOCKS * one
+        assert rig.ledger.figures()["disk:tiny"] == 2 * BLOCKS * one
+        await cached(rig.submit(prompt(LONG), 8))
+    assert "disk:tiny" not in rig.ledger.figures()
+    # Where there is less memory, fewer may be on their way.
+    async with Rig(llama, disk=disk, memory=20 * one) as rig:
+        assert rig.ledger.figures()["disk:tiny"] == 2 * LEAST * one
+        assert (await cached(rig.submit(prompt(LONG), 8)))[0] == LONG // BLOCK * BLOCK
+
+
+async def test_without_memory_for_blocks_on_their_way_none_are_kept(
+    llama: Path, disk: PrefixDisk
+) -> None:
+    async with Rig(llama, disk=disk, memory=1_000_000) as rig:
+        expected = await reference(rig, prompt(LONG), 8)
+        for _ in range(2):
+            assert (await cached(rig.submit(prompt(LONG), 8)))[1] == expected
+        assert rig.engine.stats().disk is None
+        assert "disk:tiny" not in rig.ledger.figures()
+    assert files_of(disk) == []
 
 
 async def test_a_cancelled_prompt_leaves_nothing_behind(llama: Path, disk: PrefixDisk) -> None:
@@ -281,16 +312,17 @@ async def test_blocks_that_come_for_nobody_any_more_hold_up_no_thread(
     tokens = prompt(7 * BLOCK + 20)
     async with Rig(llama, disk=disk) as rig:
         await rig.submit(tokens, 2).finished()
-    least = sum(file.stat().st_size for file in files_of(disk)[:READS_AHEAD])
+    one = max(file.stat().st_size for file in files_of(disk))
     async with HandRig(llama, disk=disk) as rig:
         row = rig.submit(tokens, 2)
         rig.step()
         assert rig.disk is not None
-        # As many as may wait have come, and the thread has one more.
+        # As many as may be on their way have come.
         for _ in range(10_000):
-            if rig.disk.read_bytes > 0.9 * least:
+            if not rig.disk.reads.has(one):
                 break
             await asyncio.sleep(0.001)
+        assert not rig.disk.reads.has(one)
         rig.cancel(row)
         reader = rig.disk._reader
     reader.join(10)
@@ -389,3 +421,54 @@ def test_pages_that_lie_on_several_devices_are_none_for_a_disk() -> None:
     shared.stores[0] = ToldStore(own[0], Told())  # type: ignore[arg-type]
     assert stores_of(alone) == own  # type: ignore[arg-type]
     assert stores_of(shared) == []  # type: ignore[arg-type]
+
+
+@slow
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_engines_that_are_killed_leave_prefixes_by_which_others_answer_alike(
+    tmp_path: Path, family: str
+) -> None:
+    model, program = make_tiny_model(tmp_path / "m", family), Path(__file__)
+    command = [sys.executable, str(program.with_name("killed_engines.py")), str(model)]
+    paths = os.pathsep.join([str(program.parents[2]), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [*command, str(tmp_path / "kept"), "100"],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 0
+
+
+@slow
+async def test_ten_thousand_random_prefixes_stay_within_the_budget(
+    llama: Path, tmp_path: Path
+) -> None:
+    """Each a prompt of its own, of one block: all files together are at most one over."""
+    one = BLOCK * 512
+    disk = PrefixDisk(tmp_path / "kept", 20 * one)
+    async with Rig(llama, disk=disk, memory=12_000_000) as rig:
+        for number in range(10_000):
+            await rig.submit(random_prompt(number), 1).finished()
+            if number % 50 == 0:
+                assert taken(disk) <= disk.budget + 2 * one
+        stats = rig.engine.stats().disk
+    assert stats is not None
+    assert stats.files_bytes <= disk.budget
+    assert stats.written_bytes > 1000 * one
+
+
+def taken(disk: PrefixDisk) -> int:
+    """Return the bytes of all files; some may go meanwhile."""
+    found = 0
+    for file in files_of(disk):
+        with suppress(FileNotFoundError):
+            found += file.stat().st_size
+    return found
+
+
+def random_prompt(number: int) -> list[int]:
+    return np.random.default_rng(number).integers(3, 200, BLOCK + 4).tolist()

@@ -26,6 +26,8 @@ class TimedTower:
     """A tower whose slices of the first picture take so many seconds by its own clock, and those of
     later ones the usual time."""
 
+    width, levels = 8, 0
+
     def __init__(self, slices: list[float]) -> None:
         self.now = 0.0
         self._slices = slices
