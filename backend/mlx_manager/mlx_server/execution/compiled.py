@@ -14,11 +14,12 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-STEPS_BEFORE_COMPILING = 64
+# To compile a step of a 1B takes 1.3 ms more than to put it together, and each later one takes 0.6
+# ms less (H200, benchmarks/gpu/launches.py). Many kinds do not come so often.
+STEPS_BEFORE_COMPILING = 16
 # The same of steps that come now and then, all of them late if they are put together anew.
 STEPS_BEFORE_COMPILING_SOON = 2
-# Kinds of step that stay compiled. Each keeps the sources of its launches, some megabytes where the
-# sources are not abbreviated.
+# Kinds of step that stay compiled. Each keeps the machine code of its launches, some 10 kB each.
 MOST_COMPILED = 64
 # Errors of a module that is given caches or arrays that it was not written for.
 WRONG = (ValueError, TypeError, AttributeError, LookupError, RuntimeError)
