@@ -30,6 +30,7 @@ def test_the_http_rim_serves_its_stand_in_without_complaint():
 def test_two_ranks_are_measured_and_compared_on_any_machine(tmp_path: Path):
     options = ("--shapes", "tiny", "--rows", "1", "2", "--tokens", "8", "--rounds", "1")
     probe = ("--variants", "as it comes", "--hidden", "64", "--folder", str(tmp_path))
+    probe += ("--seconds", "900")
     ended = subprocess.run(
         [sys.executable, str(FOLDER / "gpu" / "ranks.py"), *options, *probe],
         capture_output=True,

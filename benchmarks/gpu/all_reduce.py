@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import os
 import statistics
 import sys
 import time
@@ -106,6 +107,8 @@ def main() -> None:
     for rows in options.rows:
         measure(group, rows, options.hidden)
     say(stage="done", rank=group.rank())
+    # To take a group apart waits for all ranks.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class Scripted:
         return ANSWERED.findall(self.log.read_text())
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=[WAYS[0], pytest.param(WAYS[1], marks=slow)])
 def scripted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Scripted]:

@@ -1,26 +1,42 @@
 """The program that holds a rank's place in an MPI group: see `workers.mpirun`.
 
-It tells the environment that mpirun has given it, as a line of JSON, and stays until mpirun ends.
+It writes the environment that mpirun has given it to a file, in the folder that is its argument,
+and stays until mpirun ends. Then it removes the folder.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
 import time
+from pathlib import Path
 
 PREFIXES = ("OMPI_", "PMIX_", "PRTE_")
 """Beginnings of the variables by which Open MPI's processes know their place."""
+RANK = "OMPI_COMM_WORLD_RANK"
 OFTEN = 0.5
 """Seconds between two looks whether mpirun is there."""
 
 
+def told_in(rank: int) -> str:
+    """Return the name of the file with a rank's environment."""
+    return f"rank-{rank}.json"
+
+
 def main() -> None:
-    parent = os.getppid()
+    parent, folder = os.getppid(), Path(sys.argv[1])
     given = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
-    print(json.dumps(given), flush=True)
+    name = told_in(int(given[RANK]))
+    # Whole, as soon as it has its name.
+    half = folder / f"{name}.half"
+    half.write_text(json.dumps(given))
+    half.rename(folder / name)
     while os.getppid() == parent:
         time.sleep(OFTEN)
+    # Nobody else does so where the worker and mpirun have been killed.
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -16,21 +16,25 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping
-from queue import Empty, SimpleQueue
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Final
 
 from mlx_manager.mlx_server.errors import ModelLoadFailed
+from mlx_manager.mlx_server.workers.mpi_place import told_in
 from mlx_manager.mlx_server.workers.process import ROOT
 
 log = logging.getLogger(__name__)
+PLACE = "mlx_manager.mlx_server.workers.mpi_place"
 PROGRAMS: Final = ("mpirun", "mpiexec", "orterun")
 OPTIONS = ("--oversubscribe", "--bind-to", "none")
 """More ranks than cores are the owner's choice, and ranks share all cores."""
 PATIENCE = 30.0
 """Seconds within which mpirun has made all places."""
+OFTEN = 0.02
+"""Seconds between two looks for the places."""
 PARTING = 2.0
 """Seconds that mpirun gets to remove its files."""
 LAST = 8
@@ -53,7 +57,7 @@ class Mpirun:
             )
         # One that ends removes the folder that all of a user's have together.
         files = self._files = TemporaryDirectory(prefix="mpi-", ignore_cleanup_errors=True)
-        place = [sys.executable, "-P", "-m", "mlx_manager.mlx_server.workers.mpi_place"]
+        place = [sys.executable, "-P", "-m", PLACE, files.name]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
             self._process = subprocess.Popen(
@@ -68,8 +72,8 @@ class Mpirun:
             files.cleanup()
             raise ModelLoadFailed(f"{program} can't be started: {error}.") from error
         self._words: deque[str] = deque(maxlen=LAST)
-        self._told: SimpleQueue[dict[str, str] | None] = SimpleQueue()
-        Thread(target=self._read, name="mpirun", daemon=True).start()
+        self._reader = Thread(target=self._read, name="mpirun", daemon=True)
+        self._reader.start()
         try:
             self.places = self._made(size)
         except ModelLoadFailed:
@@ -87,26 +91,22 @@ class Mpirun:
         self._files.cleanup()
 
     def _made(self, size: int) -> list[Mapping[str, str]]:
-        """Return the environment of each rank's place."""
-        found: dict[int, Mapping[str, str]] = {}
+        """Return the environment of each rank's place, which tells it in a file: mpirun mixes what
+        several processes print."""
+        files = [Path(self._files.name) / told_in(rank) for rank in range(size)]
         deadline = monotonic() + PATIENCE
-        while len(found) < size:
-            try:
-                told = self._told.get(timeout=max(0.0, deadline - monotonic()))
-            except Empty:
-                told = None
-            if told is None:
+        while not all(file.exists() for file in files):
+            if self._process.poll() is not None or monotonic() > deadline:
+                # Its last words may be on their way.
+                self._reader.join(PARTING if self._process.poll() is not None else 0)
                 words = " ".join(self._words) or f"nothing came in {PATIENCE:.0f} s"
                 raise ModelLoadFailed(f"mpirun makes no places for {size} ranks: {words}")
-            found[int(told["OMPI_COMM_WORLD_RANK"])] = told
-        return [found[rank] for rank in range(size)]
+            sleep(OFTEN)
+        return [json.loads(file.read_text()) for file in files]
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith("{"):
-                self._told.put(json.loads(line))
-            elif said := line.strip(" \n-"):
+            if said := line.strip(" \n-"):
                 self._words.append(said)
                 log.info("mpirun: %s", said)
-        self._told.put(None)

@@ -136,9 +136,10 @@ class RoutedMlp(Mlp):
 
     def launches(self, added: Sum, following: RowNorm | None) -> tuple[list[mx.array], Sum]:
         if self.group is not None:
-            made = self.alone(added.rows)
-            result = added.rows + mx.distributed.all_sum(made[-1], group=self.group)
-            return made, Sum.alone(result)
+            # Rank 0 adds the residual to its own result, where that costs no launch.
+            alone = self.group.rank() > 0
+            made = self.kernels(added.rows, self.norm, self.experts, alone=alone)
+            return made, Sum.alone(mx.distributed.all_sum(made[-1], group=self.group))
         *made, result = self.kernels(added.rows, self.norm, self.experts)
         return made, Sum.alone(result)
 

@@ -367,8 +367,17 @@ class Summed(OneProduct):
     def unpacked_bytes(self) -> int:
         return self.own.unpacked_bytes
 
+    def added_to(self, residual: mx.array, x: mx.array, following: RowNorm | None) -> Sum:
+        # Rank 0 adds the residual to its own product, where that costs no launch.
+        first = self.group.rank() == 0
+        own = self.own.added_to(residual, x, None).rows if first else self.own.alone(x)
+        return Sum.alone(self._summed(own))
+
     def _product(self, x: mx.array) -> mx.array:
-        out = mx.distributed.all_sum(self.own.alone(x), group=self.group)
+        return self._summed(self.own.alone(x))
+
+    def _summed(self, own: mx.array) -> mx.array:
+        out = mx.distributed.all_sum(own, group=self.group)
         return out if self.bias is None else out + self.bias
 
 
