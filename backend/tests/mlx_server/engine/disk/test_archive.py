@@ -26,7 +26,7 @@ from mlx_manager.mlx_server.engine.disk.archive import (
 )
 from mlx_manager.mlx_server.engine.disk.blocks import PrefixBlock, Tensor
 from mlx_manager.mlx_server.engine.disk.folder import Folder
-from mlx_manager.mlx_server.engine.disk.names import DIGEST, PLAIN, STATE, BlockName, Space
+from mlx_manager.mlx_server.engine.disk.names import DIGEST, PICTURE, PLAIN, STATE, BlockName, Space
 
 MODEL = "owner/model"
 SPACES = tuple(Space(MODEL, {"revision": "r", "pages": [size, 16]}) for size in (16, 32))
@@ -53,8 +53,8 @@ def add(folder: Folder, space: Space, number: int, kind: str = PLAIN) -> BlockNa
 
 def filled(path: Path) -> Folder:
     folder = folder_of(path)
-    for number in range(COUNT):
-        add(folder, SPACES[number % 2], number, STATE if number == 3 else PLAIN)
+    for number, kind in enumerate((PLAIN, PICTURE, PLAIN, STATE)):
+        add(folder, SPACES[number % 2], number, kind)
     add(folder, Space("owner/other", {}), 9)
     return folder
 
