@@ -19,6 +19,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, load_model, quantize_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from mlx_manager.mlx_server.models.families import mtp_facts
+
 SPECIAL_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -640,6 +642,84 @@ def _files(
         (path / "config.json").write_text(json.dumps(config, indent=1))
         write_byte_tokenizer(path)
         return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def add_mtp_head(
+    path: Path, *, seed: int = 5, beside: Path | None = None, quantize: dict[str, Any] | None = None
+) -> dict[str, mx.array]:
+    """Add a random head for multi-token prediction to the model in the folder `path`, in the form
+    of its family, and return its tensors by their names.
+
+    beside: a folder of its own for the head, in mlx-vlm's form. quantize: as `make_tiny_model`.
+    """
+    config = json.loads((path / "config.json").read_text())
+    text = config.get("text_config", config)
+    facts, last = mtp_facts(config["model_type"]), text["num_hidden_layers"]
+    assert facts is not None
+    of = {**text, **facts.config, "model_type": config["model_type"]}
+    dtype = next(iter(mx.load(str(path / "model.safetensors")).values())).dtype
+    model = random_model(of, seed=seed, dtype=dtype)
+    width, keys = text["hidden_size"], mx.random.split(mx.random.key(seed + 1), 4)
+    vectors = [1 + 0.1 * mx.random.normal((width,), key=key) for key in keys[:3]]
+    joined = mx.random.normal((width, 2 * width), key=keys[3]) * (2 * width) ** -0.5
+    body = model.language_model.model if "language_model" in model else model.model
+    head = {
+        "enorm.weight": vectors[0].astype(dtype),
+        "hnorm.weight": vectors[1].astype(dtype),
+        "norm.weight": vectors[2].astype(dtype),
+        "eh_proj.weight": joined.astype(dtype),
+    }
+    layer = body.layers[0]
+    if quantize is not None:
+        size = quantize["group_size"]
+
+        def fits(_: str, module: nn.Module) -> bool:
+            return hasattr(module, "to_quantized") and module.weight.shape[-1] % size == 0
+
+        nn.quantize(layer, class_predicate=fits, **quantize)
+        packed, scales, *biases = mx.quantize(head.pop("eh_proj.weight"), **quantize)
+        head |= {"eh_proj.weight": packed, "eh_proj.scales": scales}
+        head |= {"eh_proj.biases": biases[0]} if biases else {}
+    head |= {f"layer.{name}": array for name, array in tree_flatten(layer.parameters())}
+    named = _stored_head(head, last if facts.layer else None, alone=beside is not None)
+    if beside is None:
+        replace_weights(path, {**mx.load(str(path / "model.safetensors")), **named})
+    else:
+        beside.mkdir(parents=True)
+        file = beside / "model.safetensors"
+        mx.save_safetensors(str(file), named, metadata={"format": "mlx"})
+        own = {"model_type": f"{config['model_type']}_mtp", "text_config": text}
+        own |= {} if quantize is None else {"quantization": quantize}
+        (beside / "config.json").write_text(json.dumps(own))
+    return named
+
+
+def replace_weights(path: Path, tensors: dict[str, mx.array], written_by: str = "mlx") -> None:
+    """Write other weights for the model in the folder `path`; who has read the old ones keeps
+    them."""
+    mx.save_safetensors(str(path / "new.safetensors"), tensors, metadata={"format": written_by})
+    (path / "new.safetensors").replace(path / "model.safetensors")
+
+
+def _stored_head(
+    head: dict[str, mx.array], layer: int | None, *, alone: bool
+) -> dict[str, mx.array]:
+    """Give a head's tensors the names that it is stored with: as the layer of that number behind
+    the model's, or as Qwen's; `alone` in mlx-vlm's form."""
+    named = {}
+    for name, array in head.items():
+        module, _, part = name.rpartition(".")
+        if layer is not None:
+            outer, inner = ("model.", "mtp_block.") if alone else (f"model.layers.{layer}.", "")
+            last = "shared_head_norm" if alone else "shared_head.norm"
+            module = {"norm": last}.get(module, module).replace("layer.", inner, 1)
+        else:
+            outer = "" if alone else "mtp."
+            others = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+            module = {**others, "eh_proj": "fc"}.get(module, module)
+            module = module.replace("layer.", "layers.0.", 1)
+        named[f"{outer}{module}.{part}"] = array
+    return named
 
 
 def make_tiny_adapter(path: Path, model: Path, *, seed: int = 1) -> Path:

@@ -81,7 +81,34 @@ def pull(
         typer.echo(json.dumps(document(found, missing, folder) | planned(plan), indent=2))
     elif folder is not None:
         typer.echo(folder)
-        note(f"Try it: mlx-manager chat --model {found.id}")
+        note(advice(found, folder))
+
+
+def advice(found: Repository, folder: Path) -> str:
+    """Return what to do with a model that has been downloaded, its MTP head considered."""
+    from mlx_manager.mlx_server.errors import ModelLoadFailed
+    from mlx_manager.mlx_server.models.architectures import architecture
+    from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
+    from mlx_manager.mlx_server.models.checkpoint.mtp import head_of, is_head
+    from mlx_manager.mlx_server.models.families import mtp_facts
+
+    if is_head(found.model_type):
+        return f'It is an MTP head: name it in its model\'s table, mtp = "{found.id}".'
+    said = f"Try it: mlx-manager chat --model {found.id}"
+    kind = architecture(found.model_type) or ""
+    if mtp_facts(kind) is None:
+        return said
+    try:
+        has = head_of(ModelFolder.read(folder), kind) is not None
+    except ModelLoadFailed:
+        has = False
+    if has:
+        return f"{said}\nIts MTP head is there, and can guess tokens ahead."
+    words = found.id.rpartition("/")[2].rsplit("-", 1)[0]
+    return (
+        f"{said}\nIts MTP head was left out. A repository may have it: "
+        f'mlx-manager search "{words} MTP", and mtp = "OWNER/NAME" in the model\'s table.'
+    )
 
 
 HUBS = frozenset({"huggingface.co", "www.huggingface.co", "hf.co"})
@@ -158,8 +185,10 @@ def describe(found: Repository, missing: int, free: int) -> None:
 
 def check_architecture(found: Repository, anyway: bool) -> None:
     from mlx_manager.mlx_server.models.architectures import ENCODERS, has_architecture
+    from mlx_manager.mlx_server.models.checkpoint.mtp import is_head
 
-    known = found.model_type in ENCODERS or has_architecture(found.model_type)
+    kind = found.model_type
+    known = kind in ENCODERS or has_architecture(kind) or is_head(kind)
     if found.model_type and not known and not anyway:
         fail(
             f"mlx-lm has no architecture {found.model_type!r}, so {found.id} can't be served. "

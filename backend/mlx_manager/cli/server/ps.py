@@ -91,12 +91,12 @@ def print_state(url: str, state: dict[str, Any], why: bool, as_json: bool) -> No
 
 def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]) -> None:
     """Print the loaded models. accepted: of the tokens that were tried ahead, those drawn. There is
-    a column of draft models if there are any."""
+    a column of draft models, and MTP heads, if there are any."""
     if not models:
         typer.echo("No model is loaded.")
         return
     numbers = ("memory", "devices", "running", "waiting", "accepted", "KV a token")
-    drafting = ("draft model",) if any(model["draft_model"] for model in models) else ()
+    drafting = ("draft model",) if any(map(drafts, models)) else ()
     shown = table("model", "state", *numbers, *drafting, "weights", "stays", right=numbers)
     for model in models:
         states = [r["state"] for r in requests if r["model"] in (model["id"], *model["aliases"])]
@@ -109,11 +109,19 @@ def print_models(models: Sequence[dict[str, Any]], requests: Sequence[dict[str, 
             str(states.count("waiting")),
             "" if model["acceptance"] is None else f"{model['acceptance']:.0%}",
             kept(model),
-            *(model["draft_model"] or "" for _ in drafting),
+            *(drafts(model) for _ in drafting),
             model["weights"]["name"] if model["weights"] else "",
             stay(model),
         )
     show(shown)
+
+
+def drafts(model: dict[str, Any]) -> str:
+    """Return the name of what drafts for a model: another model, or an MTP head."""
+    own, head = model["draft_model"], model["mtp"]
+    if head is not None:
+        return "its MTP head" if head == model["id"] else f"{head} (MTP)"
+    return own or ""
 
 
 def kept(model: dict[str, Any]) -> str:

@@ -71,6 +71,7 @@ from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
 from mlx_manager.mlx_server.models.loading.draft import LoadedDraft
 from mlx_manager.mlx_server.models.loading.load import LoadedModel
+from mlx_manager.mlx_server.models.loading.mtp import LoadedHead
 from mlx_manager.mlx_server.text.detokenizer import TokenTexts
 from mlx_manager.mlx_server.text.grammar.guide import Guide
 from mlx_manager.mlx_server.text.grammar.sandbox import Sandbox
@@ -154,15 +155,18 @@ def prepare(
     *,
     sandbox: Sandbox | None = None,
     draft: Callable[[], LoadedDraft] | None = None,
+    head: Callable[[], LoadedHead | None] | None = None,
     doing: Doing = unheard,
 ) -> TextBackend:
     """Make a backend, on the MLX thread.
 
     sandbox: where grammars are tried first; one of its own unless models share it. draft: loads the
-    draft model, if there is one; called only where drafts may be tried. doing: told what is begun.
+    draft model, if there is one, and head its MTP head, if that is to draft; called only where
+    drafts may be tried. doing: told what is begun.
 
     Raises:
         ModelNotSupported: what the draft model's layers keep is not all on pages.
+        ModelLoadFailed, OutOfMemory: the draft model, or the head, can't be loaded.
     """
     forward = choice(
         loaded.model,
@@ -171,11 +175,15 @@ def prepare(
         doing=doing,
         vision=loaded.vision,
     )
-    drafting = None
-    if draft is not None:
+    drafting, what = None, "draft model" if head is None else "MTP head"
+    if draft is not None or head is not None:
         if why := objection(limits, forward):
-            log.warning("the draft model of %s is not loaded: %s", loaded.id, why)
-        else:
+            # Nobody need have asked for a head.
+            level = logging.INFO if draft is None else logging.WARNING
+            log.log(level, "the %s of %s is not loaded: %s", what, loaded.id, why)
+        elif head is not None:
+            drafting = headed(loaded, head, forward, limits, choice, doing)
+        elif draft is not None:
             drafting = drafted(loaded, draft(), limits, choice, doing)
     doing("its pages are made")
     backend = TextBackend(loaded, thread, limits, ledger, forward, sandbox=sandbox, draft=drafting)
@@ -213,9 +221,9 @@ def kept_on_disk(
 
 @dataclass(frozen=True, slots=True)
 class ChosenDraft:
-    """A draft model that is in memory, and how it is run."""
+    """A draft model or MTP head that is in memory, and how it is run."""
 
-    model: LoadedDraft
+    model: LoadedDraft | LoadedHead
     run: DraftForward
 
 
@@ -242,6 +250,50 @@ def drafted(
     return ChosenDraft(draft, run)
 
 
+def headed(  # noqa: PLR0917
+    loaded: LoadedModel,
+    head: Callable[[], LoadedHead | None],
+    forward: Forward,
+    limits: EngineLimits,
+    choice: ChooseForward,
+    doing: Doing,
+) -> ChosenDraft | None:
+    """Load a model's MTP head, and choose how it is run. Return None if it is not loaded: `head`
+    gives none, or the model, run by `forward`, no hidden states that it could read.
+
+    Raises:
+        ModelNotSupported: what its layer keeps is not all on pages.
+    """
+    if not forward.keep_hidden():
+        log.info(
+            "the MTP head of %s is not loaded: the way in which the model is run (%s) gives no "
+            "hidden states",
+            loaded.id,
+            forward.kind,
+        )
+        return None
+    own = head()
+    if own is None:
+        return None
+    run = choice(own.model, limits.page_size, doing=doing)
+    if run.prefixes != "pages" or not run.keep_hidden(fed=True):
+        raise ModelNotSupported(
+            f"The MTP head of {own.id} can't draft for {loaded.id}: what its layer keeps of a text "
+            f"is not all on KV pages, or it gives no hidden states ({run.kind})."
+        )
+    part = (own.nbytes + own.shared_bytes) / max(loaded.nbytes, 1)
+    draft = DraftForward(
+        run,
+        loaded.vocabulary,
+        own.embedded,
+        own.context_length,
+        part,
+        own.give,
+        own.state_bytes,
+    )
+    return ChosenDraft(own, draft)
+
+
 class TextBackend:
     """Serves one model on the MLX thread. Made and closed there; asked in asyncio.
 
@@ -251,7 +303,8 @@ class TextBackend:
     forward: how the model is run.
 
     Attributes:
-        draft_model: the id of its draft model; None: there is none.
+        draft_model: the id of its draft model; None: there is none. mtp: the id of the model or
+            folder whose MTP head drafts; None: none does.
     """
 
     def __init__(
@@ -265,7 +318,9 @@ class TextBackend:
         sandbox: Sandbox | None = None,
         draft: ChosenDraft | None = None,
     ) -> None:
-        self.draft_model = None if draft is None else draft.model.id
+        drafting = None if draft is None else draft.model
+        self.draft_model = drafting.id if isinstance(drafting, LoadedDraft) else None
+        self.mtp = drafting.id if isinstance(drafting, LoadedHead) else None
         self._loaded = loaded
         self._thread = thread
         self._texts = TokenTexts(loaded.tokenizer)
@@ -282,7 +337,9 @@ class TextBackend:
         self._compiling = DaemonThreads(GRAMMARS_AT_ONCE)
         size = StepSize.of(limits, loaded.model, forward, ledger)
         if draft is not None:
-            size = size.with_draft(limits, draft.model.model, draft.run.forward)
+            size = size.with_draft(
+                limits, draft.model.model, draft.run.forward, draft.run.state_bytes
+            )
         self._engine = TextEngine(
             loaded.id,
             forward,

@@ -154,7 +154,7 @@ class Outputs:
         kept = self._tried.accept(tried)
         self.at_fault = None
         if draft.method is not None:
-            self._statistics.count_draft(len(draft.tokens), kept - 1)
+            self._statistics.count_draft(draft.method, len(draft.tokens), kept - 1)
             if row.proposer is not None:
                 row.proposer.acceptance.observe(draft.method, len(draft.tokens), kept - 1)
         self._leave_or_go_on(row)

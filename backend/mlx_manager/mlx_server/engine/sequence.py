@@ -20,6 +20,7 @@ from mlx_manager.mlx_server.engine.prompt_images import PromptImages
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.scores import Scoring
 from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
+from mlx_manager.mlx_server.engine.speculation.unread import UnreadStates
 from mlx_manager.mlx_server.engine.stream import Sink, merge
 from mlx_manager.mlx_server.errors import MLXManagerError
 from mlx_manager.mlx_server.execution.attention.paged import Span
@@ -69,7 +70,8 @@ class Sequence:
         kept: prompt tokens beyond these that are kept for others once the prompt is processed.
         adopted: the same when it was last admitted.
         drafted: how many tokens' keys and values of a draft model are in pages. guessed: the tokens
-            after these that it has there besides, drawn or not.
+            after these that it has there besides, drawn or not. unread: hidden states that an MTP
+            head has not read; None: it has seen nothing of the row.
         branches: tokens after which other prompts that begin alike go another way.
         outcome: why the row stops, once that is known.
         failure: why the row can't go on, if it can't.
@@ -132,9 +134,9 @@ class Sequence:
         self.table = PageTable()
         self.computed = self.pending = self.kept = self.adopted = 0
         self.drafted, self.guessed = 0, list[int]()
+        self.unread: UnreadStates | None = None
         self.cached: int | None = None
-        self.turn = turn
-        self.branches: set[int] = set()
+        self.turn, self.branches = turn, set[int]()
         self.outcome: FinishReason | None = None
         self.started = self.ended = False
         self.submitted_at = self.joined_at = self.stepped_at = 0
@@ -312,7 +314,7 @@ class Sequence:
     def vacate(self) -> list[int]:
         """Give up and return all pages; tokens are kept, so their pages can be recomputed."""
         self.computed = self.drafted = 0
-        self.guessed = []
+        self.guessed, self.unread = [], None
         self._committed = 0
         self._node = ROOT
         self.awaits = self.arrives = sys.maxsize

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_manager.mlx_server.engine.disk.tier import DiskStats
 from mlx_manager.mlx_server.engine.durations import Distribution, Durations
 from mlx_manager.mlx_server.engine.scheduler.schedule import Schedule
+from mlx_manager.mlx_server.engine.speculation.draft import Method
 
 HOST_BOUNDS = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),
@@ -20,13 +21,23 @@ GAP_BOUNDS = (
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Counts of drafts. tokens: those that were tried. accepted: those of them that were drawn."""
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Figures of an engine. Bytes are those of all layers together.
 
     kv_format: of the numbers in pages, see `LayerStore.format`; "" if there are no pages.
     pages_attainable: most pages that there could be. Counted since the engine was made: steps,
     prompt_tokens and generated_tokens of all rows, prefix_queries and prefix_hits in tokens,
-    pauses, drafts, draft_tokens and accepted_tokens. disk: None without one.
+    pauses, drafts, draft_tokens and accepted_tokens. drafts_by_method: the last three of each way
+    in which drafts were found. disk: None without one.
     host_time, token_gaps: see `Statistics`.
     """
 
@@ -51,6 +62,7 @@ class EngineStats:
     drafts: int
     draft_tokens: int
     accepted_tokens: int
+    drafts_by_method: Mapping[Method, DraftCounts]
     disk: DiskStats | None
     host_time: Distribution
     token_gaps: Distribution
@@ -67,6 +79,7 @@ class Statistics:
         pauses: times that rows had their pages taken away.
         drafts, draft_tokens: drafts that were tried, and their tokens. accepted_tokens: those of
             them that were drawn.
+        by_method: counts of drafts by the way in which they were found.
         host: time of each step less the wait for the device.
         gaps: time between a row's tokens, as the host reads them; those of a draft come together,
             and count as one.
@@ -82,6 +95,7 @@ class Statistics:
         self.drafts = 0
         self.draft_tokens = 0
         self.accepted_tokens = 0
+        self.by_method: dict[Method, DraftCounts] = {}
         self.host = Durations(HOST_BOUNDS)
         self.gaps = Durations(GAP_BOUNDS)
 
@@ -96,9 +110,13 @@ class Statistics:
                     self.prefix_queries += row.prompt_length
                     self.prefix_hits += row.cached or 0
 
-    def count_draft(self, tokens: int, accepted: int) -> None:
+    def count_draft(self, method: Method, tokens: int, accepted: int) -> None:
         """Count a draft of so many tokens that was tried, and the tokens of it that were drawn, as
         one more was, which `count_tokens` counts."""
+        known = self.by_method.get(method, DraftCounts())
+        self.by_method[method] = DraftCounts(
+            known.drafts + 1, known.tokens + tokens, known.accepted + accepted
+        )
         self.drafts += 1
         self.draft_tokens += tokens
         self.accepted_tokens += accepted

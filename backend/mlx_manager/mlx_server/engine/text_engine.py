@@ -32,6 +32,7 @@ from mlx_manager.mlx_server.engine.scheduler.snapshots import SnapshotPrefixes
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize, chunk_of
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.speculation.draft_model import DraftForward, DraftModel
+from mlx_manager.mlx_server.engine.speculation.head import READ_AT, DraftHead
 from mlx_manager.mlx_server.engine.speculation.speculation import Speculation, objection
 from mlx_manager.mlx_server.engine.statistics import EngineStats, Statistics
 from mlx_manager.mlx_server.engine.step.clock import StepClock
@@ -69,7 +70,8 @@ class TextEngine:
         size: what a step may take on; what it works on is in the ledger as `working:<name>`. None:
             by the limits, with nothing in the ledger.
         clock: returns seconds.
-        draft: how a draft model is run, if there is one. Its keys and values are on the same pages.
+        draft: how a draft model is run, or an MTP head, if there is one. Its keys and values are on
+            the same pages.
         tower: reads pictures, if the model sees; their features are in the ledger as
             `images:<name>`.
         wake: called on another thread when the engine, which had no work, has some; None: the
@@ -127,6 +129,7 @@ class TextEngine:
             busy=self._has_rows,
             pictures=self._pictures,
             draft=None if draft is None else draft.forward,
+            beside=0 if draft is None else READ_AT * draft.state_bytes,
             block_bytes=None if disk is None else block_bytes(forward, limits.page_size),
         )
         self._wakes = wake is not None
@@ -135,12 +138,15 @@ class TextEngine:
         if self._disk is not None and self._pictures is not None:
             self._pictures.keep_on(self._disk.pictures)
         self._budget = PrefillBudget(size, forward, self._memory.working)
-        self._draft_model = None
-        if draft is not None:
-            pool, clear = self._memory.pool, self._memory.pages.clear_stale
-            self._draft_model = DraftModel(draft, pool, clear, self._clock)
+        self._draft_model = None if draft is None else self._drafting(draft)
+        self._head = self._draft_model if isinstance(self._draft_model, DraftHead) else None
         self._speculation = self._speculating(looks_ahead, size.tokens)
         self._start_over()
+
+    def _drafting(self, draft: DraftForward) -> DraftModel:
+        """Return what guesses tokens, by the way in which it is run."""
+        kind = DraftModel if draft.give is None else DraftHead
+        return kind(draft, self._memory.pool, self._memory.pages.clear_stale, self._clock)
 
     def _tier(
         self, name: str, disk: BlockDisk, ahead: bool, wake: Callable[[], None]
@@ -343,6 +349,8 @@ class TextEngine:
         about to end programs for want of memory."""
         pressure = self._memory.mind_others(self.steps)
         self._scheduler.closed = pressure is Pressure.CRITICAL
+        if self._head is not None:
+            self._head.catch_up(self._scheduler.queues.rows)
         return self._scheduler.schedule(self._budget.next(self._scheduler))
 
     def launch(self, schedule: Schedule, last: SampledStep | None) -> LaunchedStep | None:
@@ -416,6 +424,8 @@ class TextEngine:
         self, step: SampledStep, tokens: list[int], scores: dict[int, TokenLogprob], now: float
     ) -> None:
         """Give the rows their tokens; rows that they end give up their pages."""
+        if self._head is not None and step.states is not None:
+            self._head.absorb(step.states)
         self._outputs.take(step.batch, tokens, scores, now)
         self._outputs.settle()
 
@@ -525,6 +535,7 @@ class TextEngine:
             drafts=counted.drafts,
             draft_tokens=counted.draft_tokens,
             accepted_tokens=counted.accepted_tokens,
+            drafts_by_method=dict(counted.by_method),
             disk=None if self._disk is None else self._disk.stats(),
             host_time=counted.host.distribution(),
             token_gaps=counted.gaps.distribution(),

@@ -60,6 +60,13 @@ class PlainForward:
     def restore(self, key: int, snapshot: Snapshot) -> None:
         pass
 
+    def keep_hidden(self, *, fed: bool = False) -> bool:
+        return False
+
+    @property
+    def hidden(self) -> mx.array | None:
+        return None
+
     def keep_in_8_bits(self, readers: KernelSet | None = None) -> None:
         assert not any(store.writes_in_place for store in self.stores)
         self.stores = [CodedStore(of.shape, of.page_size, readers) for of in self.stores]

@@ -161,6 +161,18 @@ class Forward(Protocol):
         """
         ...
 
+    def keep_hidden(self, *, fed: bool = False) -> bool:
+        """Keep hidden states from now on; return whether this way of running can. fed: the module
+        is also given arrays that are no arguments of its own, so its steps can't be compiled."""
+        ...
+
+    @property
+    def hidden(self) -> mx.array | None:
+        """Return the hidden states behind the last norm of all tokens of the last `run`, (tokens,
+        width): those of rows, in order, and then those of each chunk. None where they are not
+        kept."""
+        ...
+
     def order(self, keys: Sequence[int], lengths: Sequence[int]) -> list[int]:
         """Return the indices that put decoding rows in the order that `run` wants."""
         ...

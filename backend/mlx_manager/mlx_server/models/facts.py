@@ -29,6 +29,7 @@ class ModelFacts:
     encoder's input. sampling: the makers' sampling values. thinks: True if its answers may begin
     with thinking; None for an encoder. input_modalities: "text", and "image" if it sees. seconds:
     duration of the load. draft_model: the id of the model that drafts for it; None: there is none.
+    mtp: the id of the model or folder whose MTP head does.
     devices: the number that it is spread over.
     """
 
@@ -44,4 +45,5 @@ class ModelFacts:
     input_modalities: tuple[str, ...] = ("text",)
     seconds: float = 0.0
     draft_model: str | None = None
+    mtp: str | None = None
     devices: int = 1

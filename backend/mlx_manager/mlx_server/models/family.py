@@ -102,6 +102,26 @@ class VisionFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class MTPFacts:
+    """Checkpoints of a family that have a head for multi-token prediction (MTP).
+
+    kinds: their `model_type`s. layer: True if the head is stored as the layer behind the last one;
+    False if its tensors' names begin with `mtp.`. config: settings of a model of one layer, which
+    is the head's; None removes a setting. absent: attributes of such a model's body that would
+    number a layer of a kind that the head lacks. blank_first: True if the head does not see the
+    token at place 0. centred: True if transformers' checkpoints store the weights of norms less
+    one.
+    """
+
+    kinds: tuple[str, ...]
+    layer: bool
+    config: Mapping[str, Any]
+    absent: tuple[str, ...] = ()
+    blank_first: bool = False
+    centred: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ConfigFacts:
     """Facts about a family's config.json, by `model_type`.
 
@@ -133,7 +153,7 @@ class Family:
     infill: tokens for infilling, in any model whose vocabulary has all of them.
     function_variables: the variables that mlx-lm's function in place of a template knows.
     shown: changes a message in the template's form to one that the template takes.
-    vision: its checkpoints that see.
+    vision: its checkpoints that see. mtp: those with a head for multi-token prediction.
     config, modules: facts about config.json and about mlx-lm's modules.
     """
 
@@ -149,5 +169,6 @@ class Family:
     function_variables: frozenset[str] | None = None
     shown: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     vision: tuple[VisionFacts, ...] = ()
+    mtp: tuple[MTPFacts, ...] = ()
     config: ConfigFacts = field(default_factory=ConfigFacts)
     modules: ModuleFacts = field(default_factory=ModuleFacts)

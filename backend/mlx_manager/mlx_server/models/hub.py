@@ -24,6 +24,7 @@ from mlx_manager.mlx_server.errors import (
     ModelNotSupported,
 )
 from mlx_manager.mlx_server.models.checkpoint.files import read_json
+from mlx_manager.mlx_server.models.checkpoint.mtp import BESIDE
 from mlx_manager.mlx_server.models.checkpoint.weight_files import (
     INDEX,
     WEIGHTS,
@@ -42,6 +43,8 @@ FILES = (
     "*.json",
     # A sentence-transformers model's layers after the pooling.
     "*_Dense/model.safetensors",
+    # An MTP head beside the weights of a converted model.
+    BESIDE,
     "*.py",
     "tokenizer.model",
     "*.tiktoken",

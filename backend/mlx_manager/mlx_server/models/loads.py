@@ -199,7 +199,9 @@ class Loads:
 
     async def _load(self, model_id: str) -> None:
         # The time limit of `patience` excludes a download.
-        await self._drafting(await self._find(model_id), self._policy.of(model_id).recipe)
+        source, recipe = await self._find(model_id), self._policy.of(model_id).recipe
+        await self._drafting(source, recipe)
+        await self._head_of(recipe)
         if (down := self.strikes.reason(model_id)) is not None:
             raise ModelDown(
                 f"{model_id} is down: {down}. It is left down until its owner unloads it (POST "
@@ -248,10 +250,22 @@ class Loads:
             )
         draft = await self._find_named(name)
         usual = recipe.draft_model is None
+        if usual and recipe.head is not None:
+            # The owner names what drafts for this model.
+            return None
         if usual and (draft.path == source.path or source.kind != "text"):
             # It is the draft model of others, or generates nothing.
             return None
         return DraftSource(draft, self._policy.of(name).recipe, required=not usual)
+
+    async def _head_of(self, recipe: Recipe) -> ModelSource | None:
+        """Return the folder of the MTP head that a recipe names, once it is on disk; None if it
+        names none.
+
+        Raises:
+            ModelNotFound, DownloadFailed: it is not here.
+        """
+        return None if recipe.head is None else await self._find_named(recipe.head)
 
     async def _begin(self, model_id: str) -> Worker:
         """Start a worker and have it say hello."""
@@ -280,8 +294,8 @@ class Loads:
         if self.pressure() is Pressure.CRITICAL:
             raise out_of_reach(f"{source.id} is not loaded")
         limit = self.grants.limit
-        draft = await self._drafting(source, recipe)
-        prepare = Prepare(source, recipe, self._limits, self._engine, limit, draft)
+        draft, head = await self._drafting(source, recipe), await self._head_of(recipe)
+        prepare = Prepare(source, recipe, self._limits, self._engine, limit, draft, head)
         nbytes: int = await self._watched(worker, worker.ask(prepare))
         await self._make_place(worker, source.id, nbytes)
         facts: ModelFacts = await self._watched(worker, worker.ask(Load()))

@@ -370,6 +370,7 @@ class ModelPoolManager:
             thinks=facts.thinks,
             input_modalities=facts.input_modalities,
             draft_model=facts.draft_model,
+            mtp=facts.mtp,
             devices=facts.devices,
         )
 
@@ -506,7 +507,8 @@ class ModelPoolManager:
         plan = await self._on_disk(self.catalog.removal, name)
         for resident in self._residents.all():
             # An adapter's engine reads its base's files, and one with a draft model that one's.
-            if name in (resident.id, resident.recipe.base, resident.facts.draft_model):
+            facts = resident.facts
+            if name in (resident.id, resident.recipe.base, facts.draft_model, facts.mtp):
                 await self.unload(resident.id)
         try:
             await asyncio.to_thread(plan.carry_out)

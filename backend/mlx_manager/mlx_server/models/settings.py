@@ -228,8 +228,9 @@ class Recipe:
 
     base: the id or folder of its weights; None: its own name. adapter: a folder in mlx-lm's format.
     context_length: a lower limit than the model's own. draft_model: the id or folder of a model
-    that drafts for it. hostfile: the machines that it is spread over, in the form of
-    `mlx.launch`'s. weights, draft_model, devices, kv_bits: None: the server's setting.
+    that drafts for it. mtp: whether its MTP head drafts for it, or the id or folder of what has the
+    head. hostfile: the machines that it is spread over, in the form of `mlx.launch`'s. weights,
+    draft_model, devices, kv_bits: None: the server's setting.
     """
 
     base: str | None = None
@@ -240,6 +241,12 @@ class Recipe:
     devices: int | None = None
     hostfile: Path | None = None
     kv_bits: KVBits | None = None
+    mtp: str = "auto"
+
+    @property
+    def head(self) -> str | None:
+        """Return the id or folder of what has the MTP head; None if the setting names none."""
+        return None if self.mtp in ("auto", "off") else self.mtp
 
 
 AS_IT_IS = Recipe()
@@ -250,9 +257,9 @@ class ModelSettings:
     """One model's table. ttl: seconds without use until it is unloaded; None: the server's setting.
     warm: files with system messages that are read when the model is loaded.
 
-    The first eight settings make up its `recipe`. A name with a base and without an adapter, a form
-    of weights, KV bits, a draft model or devices of its own is a preset: it shares the base's
-    engine, KV pages and prefix cache, and its table applies to the requests that name it.
+    The first nine settings make up its `recipe`. A name with a base and without an adapter, a form
+    of weights, KV bits, a draft model, an MTP head or devices of its own is a preset: it shares the
+    base's engine, KV pages and prefix cache, and its table applies to the requests that name it.
 
     url: addresses of servers on other machines that have the model. key_env: the environment's
     variable with the key for them. remote_model: the model's name there. kind: its purpose, where
@@ -269,6 +276,7 @@ class ModelSettings:
     devices: Annotated[int, Field(strict=True, ge=1)] | None = None
     hostfile: Annotated[Path, BeforeValidator(_filled), AfterValidator(_beside)] | None = None
     kv_bits: KVBits | None = None
+    mtp: Annotated[Name, AfterValidator(_id_or_folder)] = "auto"
     aliases: tuple[Name, ...] = ()
     pinned: Switch = False
     preload: Switch = False
@@ -295,7 +303,8 @@ class ModelSettings:
             self.hostfile,
             self.kv_bits,
         )
-        return self.base is not None and all(each is None for each in own)
+        plain = all(each is None for each in own) and self.mtp == "auto"
+        return self.base is not None and plain
 
     @property
     def overlay(self) -> Overlay:
@@ -319,6 +328,7 @@ class ModelSettings:
             self.devices,
             self.hostfile,
             self.kv_bits,
+            self.mtp,
         )
 
 
@@ -411,6 +421,7 @@ HERE_ONLY: tuple[str, ...] = (
     "devices",
     "hostfile",
     "kv_bits",
+    "mtp",
 )
 """Settings of models that are loaded here."""
 ELSEWHERE_ONLY: tuple[str, ...] = ("key_env", "remote_model", "kind", "timeout")
@@ -423,6 +434,11 @@ def _check_places(path: Path, found: ModelsFile) -> None:
         InvalidSettings: a setting does not go with the place where its model is.
     """
     for name, own in found.models.items():
+        if own.draft_model is not None and own.recipe.head is not None:
+            key = _key(("models", name, "mtp"))
+            raise InvalidSettings(
+                f"{path}: {key} names an MTP head beside a `draft_model`; one of them can draft."
+            )
         base = found.of(own.base) if own.base is not None else PLAIN
         if own.url is not None:
             wrong, why = (

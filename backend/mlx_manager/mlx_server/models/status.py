@@ -27,6 +27,7 @@ class ModelStatus:
     "text", and "image" if it sees; while it is not loaded, as its folder tells. doing: the current
     stage of its load. failure: the reason why it is down. servers: those on other machines that
     have it; none if it is loaded here. draft_model: the id of the model that drafts for it.
+    mtp: the id of the model or folder whose MTP head does.
     devices: the number that it is spread over; None while it is not loaded.
     """
 
@@ -55,6 +56,7 @@ class ModelStatus:
     failure: str | None = None
     servers: tuple[ServerStatus, ...] = ()
     draft_model: str | None = None
+    mtp: str | None = None
     devices: int | None = None
 
 

@@ -283,6 +283,11 @@ ENGINE_COUNTERS = {
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Those of them that were drawn"),
     "engine_steps": ("steps", "Steps of the engine"),
 }
+DRAFT_COUNTERS = {
+    "drafts_by_method": ("drafts", "Drafts that were tried, by what told them"),
+    "draft_tokens_by_method": ("tokens", "Tokens of these"),
+    "accepted_tokens_by_method": ("accepted", "Those of them that were drawn"),
+}
 DISK_COUNTERS = {
     "prefix_disk_queries": ("queries", "Prompt tokens that were looked up on disk"),
     "prefix_disk_hits": ("hits", "Prompt tokens read from disk"),
@@ -413,11 +418,22 @@ def _engines(engines: Mapping[str, Any]) -> Iterator[Metric]:
             gauge.add_metric([model], engine[field])
         yield gauge
     yield from _counters(ENGINE_COUNTERS, engines)
+    yield from _drafts(engines)
     for name, (field, text) in ENGINE_DISTRIBUTIONS.items():
         histogram = HistogramMetricFamily(f"{PREFIX}{name}", text, labels=[MODEL])
         for model, engine in engines.items():
             histogram.add_metric([model], list(_buckets(engine[field])), engine[field]["total"])
         yield histogram
+
+
+def _drafts(engines: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yield the counts of drafts by the way in which they were found."""
+    for name, (field, text) in DRAFT_COUNTERS.items():
+        counter = CounterMetricFamily(f"{PREFIX}{name}", text, None, [MODEL, "method"])
+        for model, engine in engines.items():
+            for method, counts in engine["drafts_by_method"].items():
+                counter.add_metric([model, method], counts[field])
+        yield counter
 
 
 def _disks(engines: Mapping[str, Any]) -> Iterator[Metric]:

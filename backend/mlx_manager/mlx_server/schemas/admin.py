@@ -75,6 +75,13 @@ class WarmedPrefix(Wire):
     kept_tokens: int
 
 
+class AdminDrafts(Wire):
+    """tried: tokens that were tried ahead. accepted: those of them that were drawn."""
+
+    tried: int
+    accepted: int
+
+
 class AdminModel(Wire):
     """A model on offer, or loaded.
 
@@ -84,8 +91,10 @@ class AdminModel(Wire):
     such as "bfloat16" or "int8/64", numbers of 8 bits with a scale for 64 of them; null if it has
     none. acceptance: the part of the tokens that were tried ahead that was drawn, null if none was
     tried. servers: the other machines that have it; none if it is loaded here. draft_model: what
-    guesses some of them, null if it is not loaded. devices: the number that it is spread over, null
-    while it is not loaded. prefix_disk: null where no prompts are kept on disk.
+    guesses some of them, null if it is not loaded; mtp: the model or folder whose MTP head does.
+    drafts: tokens that were tried ahead and drawn, by what told them. devices: the number that it
+    is spread over, null while it is not loaded. prefix_disk: null where no prompts are kept on
+    disk.
     """
 
     id: str
@@ -113,6 +122,8 @@ class AdminModel(Wire):
     prefix_disk: AdminPrefixDisk | None
     servers: list[ModelServer]
     draft_model: str | None
+    mtp: str | None = None
+    drafts: dict[str, AdminDrafts]
     devices: int | None = None
 
 

@@ -42,7 +42,8 @@ class DraftSource:
 class Prepare:
     """Read all of a model but its weights; the answer is the bytes that these take.
 
-    memory: bytes that all models may take. draft: drafts for it.
+    memory: bytes that all models may take. draft: drafts for it. head: has the MTP head that the
+    recipe names, if it names one.
     """
 
     source: ModelSource
@@ -51,6 +52,7 @@ class Prepare:
     engine: EngineLimits
     memory: int
     draft: DraftSource | None = None
+    head: ModelSource | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,12 @@ from mlx_manager.mlx_server.encoders.loading import (
 from mlx_manager.mlx_server.encoders.loop import kept_bytes
 from mlx_manager.mlx_server.engine.scheduler.step_size import least_working
 from mlx_manager.mlx_server.engine.thread import MLXThread
-from mlx_manager.mlx_server.errors import ModelLoadFailed, ServerNotReady, UnsupportedParameter
+from mlx_manager.mlx_server.errors import (
+    ModelLoadFailed,
+    OutOfMemory,
+    ServerNotReady,
+    UnsupportedParameter,
+)
 from mlx_manager.mlx_server.execution.decoder.packed import multiplies_packed
 from mlx_manager.mlx_server.execution.select import choose
 from mlx_manager.mlx_server.models.facts import ModelFacts
@@ -44,7 +49,15 @@ from mlx_manager.mlx_server.models.loading.load import (
     prepared_text,
     weights_line,
 )
+from mlx_manager.mlx_server.models.loading.mtp import (
+    LoadedHead,
+    PreparedHead,
+    SharedVocabulary,
+    load_head,
+    prepared_head,
+)
 from mlx_manager.mlx_server.models.loading.shards import held
+from mlx_manager.mlx_server.models.settings import Recipe
 from mlx_manager.mlx_server.text.grammar.sandbox import Sandbox
 from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
@@ -72,16 +85,23 @@ CLOSING = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model that has been asked for and whose small files have been read. draft: its draft
-    model."""
+    """A model that has been asked for and whose small files have been read. draft: its draft model,
+    or its MTP head."""
 
     asked: Prepare
     prepared: PreparedText | PreparedEncoder
-    draft: PreparedDraft | None = None
+    draft: PreparedDraft | PreparedHead | None = None
 
     @property
     def draft_bytes(self) -> int:
-        return 0 if self.draft is None else self.draft.checked.nbytes
+        """Return the bytes of the draft's files. A model's own head is in the model's files, and
+        is left out where there is no room for it."""
+        match self.draft:
+            case PreparedDraft() as draft:
+                return draft.checked.nbytes
+            case PreparedHead() as head if head.id != head.of:
+                return head.nbytes
+        return 0
 
 
 class Model:
@@ -241,7 +261,40 @@ class Model:
         read = prepared_encoder if is_encoder(asked) else prepared_text
         with explained(asked.source.id):
             found = read(asked.source, asked.limits, asked.recipe, asked.memory, doing=self._doing)
-        return PreparedModel(asked, found, self._prepared_draft(asked, found))
+        draft: PreparedDraft | PreparedHead | None = self._prepared_draft(asked, found)
+        if draft is None:
+            draft = self._prepared_head(asked, found)
+        return PreparedModel(asked, found, draft)
+
+    def _prepared_head(
+        self, asked: Prepare, prepared: PreparedText | PreparedEncoder
+    ) -> PreparedHead | None:
+        """Read all of the model's MTP head but its weights; None if it has none, or if none is to
+        draft.
+
+        Raises:
+            ModelLoadFailed: the head that the owner names can't draft for it.
+        """
+        name, wanted = asked.source.id, asked.recipe.head
+        off = asked.engine.speculation == "off" or asked.recipe.mtp == "off"
+        if wanted is None and (off or isinstance(prepared, PreparedEncoder)):
+            return None
+        try:
+            if isinstance(prepared, PreparedEncoder):
+                raise ModelLoadFailed("it generates nothing.")
+            head = prepared_head(name, prepared.checked, asked.head)
+            if head is not None and self._ranks is not None:
+                raise ModelLoadFailed("it is spread over devices.")
+            if head is not None and asked.recipe.adapter is not None:
+                log.info("%s drafts with the MTP head of its base, without its adapter", name)
+            return head
+        except ModelLoadFailed as error:
+            if wanted is None:
+                log.warning("%s is loaded without its MTP head: %s", name, error.message)
+                return None
+            raise ModelLoadFailed(
+                f"{wanted} has no MTP head that drafts for {name} (`mtp`): {error.message}"
+            ) from error
 
     def _prepared_draft(
         self, asked: Prepare, prepared: PreparedText | PreparedEncoder
@@ -330,11 +383,6 @@ class Model:
                     spread=self._ranks,
                     doing=self._doing,
                 )
-                draft = None
-                if ready.draft is not None:
-                    draft = partial(
-                        load_draft, ready.draft, limits, ledger, foresight, doing=self._doing
-                    )
                 made = prepare
                 if self._ranks is not None:
                     made = partial(prepare, choice=partial(choose, crew=self._ranks))
@@ -344,12 +392,50 @@ class Model:
                     engine,
                     ledger,
                     sandbox=self._sandbox,
-                    draft=draft,
                     doing=self._doing,
+                    **self._drafting(ready, loaded, foresight),
                 )
         if limits.wire_weights:
             wire(loaded.nbytes + ledger.figures().get(draft_line(source.id), 0))
         return loaded
+
+    def _drafting(
+        self, ready: PreparedModel, loaded: LoadedModel, foresight: Foresight
+    ) -> dict[str, Any]:
+        """Return the arguments of `prepare` about what drafts for a model that has been loaded."""
+        limits, ledger = ready.asked.limits, self.ledger
+        match ready.draft:
+            case PreparedDraft() as draft:
+                load = partial(load_draft, draft, limits, ledger, foresight, doing=self._doing)
+                return {"draft": load}
+            case PreparedHead() as head:
+                shared, recipe = SharedVocabulary.of(loaded.model), ready.asked.recipe
+                load_it = partial(
+                    load_head,
+                    head,
+                    shared,
+                    loaded,
+                    recipe,
+                    limits,
+                    ledger=ledger,
+                    foresight=foresight,
+                    doing=self._doing,
+                )
+                return {"head": partial(_loaded_head, load_it, loaded.id, recipe)}
+        return {}
+
+
+def _loaded_head(
+    load_it: Callable[[], LoadedHead], model_id: str, recipe: Recipe
+) -> LoadedHead | None:
+    """Return the MTP head that is loaded; None if it can't be, unless the owner names it."""
+    try:
+        return load_it()
+    except (ModelLoadFailed, OutOfMemory) as error:
+        if recipe.head is not None:
+            raise
+        log.warning("%s is loaded without its MTP head: %s", model_id, error.message)
+        return None
 
 
 def is_encoder(asked: Prepare) -> bool:
@@ -411,5 +497,6 @@ def facts_of(
             thinks=thinks,
             input_modalities=reads,
             draft_model=backend.draft_model,
+            mtp=backend.mtp,
         )
     return facts

@@ -17,9 +17,11 @@ import pytest
 from fake_hub import COMMIT, FakeHub, fake_hub
 from small_disk import small_disk
 from thorough import one_in_turn
+from tiny_models import add_mtp_head, make_tiny_model
 
-from mlx_manager.cli.models.pull import repository_named
+from mlx_manager.cli.models.pull import advice, check_architecture, repository_named
 from mlx_manager.demo_model import demo_model_path
+from mlx_manager.mlx_server.models.hub import Repository
 
 
 @pytest.fixture
@@ -404,3 +406,20 @@ def test_what_cannot_be_served_is_not_fetched_unless_wanted(program, tmp_path: P
         assert done.returncode == 5
         assert "no architecture 'strange'" in done.stderr
         assert program("pull", "own/strange", "--anyway").returncode == 0
+
+
+def repository(name: str, model_type: str) -> Repository:
+    return Repository(name, "main", {}, "", gated=False, model_type=model_type)
+
+
+def test_pull_says_whether_a_models_mtp_head_is_there(tmp_path: Path) -> None:
+    found = repository("own/glm-4bit", "glm4_moe_lite")
+    folder = make_tiny_model(tmp_path / "glm", "glm4_moe_lite")
+    assert 'mlx-manager search "glm MTP"' in advice(found, folder)
+    add_mtp_head(folder)
+    assert "Its MTP head is there" in advice(found, folder)
+    head = repository("own/glm-MTP-4bit", "glm4_moe_lite_mtp")
+    assert 'mtp = "own/glm-MTP-4bit"' in advice(head, folder)
+    check_architecture(head, anyway=False)
+    llama = make_tiny_model(tmp_path / "llama", "llama")
+    assert "MTP" not in advice(repository("own/llama", "llama"), llama)

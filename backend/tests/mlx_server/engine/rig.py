@@ -29,6 +29,10 @@ from mlx_manager.mlx_server.execution.forward import Forward
 from mlx_manager.mlx_server.execution.select import choose
 from mlx_manager.mlx_server.execution.working import vocabulary_of
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
+from mlx_manager.mlx_server.models.checkpoint.building import BuildPlan, build, planned
+from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
+from mlx_manager.mlx_server.models.checkpoint.mtp import head_of
+from mlx_manager.mlx_server.models.loading.mtp import SharedVocabulary, build_head
 from mlx_manager.mlx_server.text.detokenizer import TokenTexts
 from mlx_manager.mlx_server.text.output_parser import OutputParser
 from mlx_manager.mlx_server.utils.memory import Ledger
@@ -122,6 +126,7 @@ class Rig:
         disk: PrefixDisk | None = None,
         draft: Path | None = None,
         part: float = 1.0,
+        head: bool = False,
         **limits: object,
     ) -> None:
         self._kept_in = disk
@@ -133,6 +138,8 @@ class Rig:
         self._choose = choose
         self._clock = clock
         self._draft, self._part = draft, part
+        # Whether the folder's own MTP head drafts.
+        self._head = head
         # Other tests' freed buffers are none of this one's business.
         self.ledger = Ledger(memory, cache_bytes=lambda: 0)
         self._limits = EngineLimits(**limits)  # type: ignore[arg-type]
@@ -147,7 +154,12 @@ class Rig:
         self.thread.close()
 
     def _load(self) -> None:
-        self.model, _ = load_model(self._folder)
+        if self._head:
+            plan = planned(ModelFolder.read(self._folder))
+            self.model, _ = build(plan)
+            self.shared = SharedVocabulary.of(self.model)
+        else:
+            self.model, _ = load_model(self._folder)
         self.tokenizer = load_tokenizer(self._folder)
         self.texts = TokenTexts(self.tokenizer)
         self.forward = self._choose(self.model, self._limits.page_size)
@@ -162,7 +174,7 @@ class Rig:
             looks_ahead=ahead,
             size=self._size,
             clock=self._clock,
-            draft=None if self._draft is None else self._drafting(self._draft),
+            draft=self._heading(plan) if self._head else self._drafting(),
             wake=None if self.disk is None else wake,
             disk=self.disk,
         )
@@ -173,9 +185,23 @@ class Rig:
             self.disk = disk_of(self._kept_in, self.forward, self._limits.page_size, wake)
             assert self.disk.settled.wait(30)
 
-    def _drafting(self, folder: Path) -> DraftForward:
-        """Return the way of running the model in `folder`, said to be a part of the model's size."""
-        model, config = load_model(folder)
+    def _heading(self, plan: BuildPlan) -> DraftForward:
+        """Return the way of running the model's own MTP head."""
+        files = head_of(plan.folder, plan.config["model_type"])
+        assert files is not None
+        self.head, given = build_head(files, plan, self.shared)
+        self.given = given
+        assert self.forward.keep_hidden()
+        run = self._choose(self.head, self._limits.page_size)
+        assert run.keep_hidden(fed=True)
+        size = vocabulary_of(self.model)
+        return DraftForward(run, size, size, 4096, self._part, given.give, 64 * 4)
+
+    def _drafting(self) -> DraftForward | None:
+        """Return the way of running the draft model, said to be a part of the model's size."""
+        if self._draft is None:
+            return None
+        model, config = load_model(self._draft)
         forward = self._choose(model, self._limits.page_size)
         size = config["vocab_size"]
         return DraftForward(forward, vocabulary_of(self.model), size, 4096, self._part)

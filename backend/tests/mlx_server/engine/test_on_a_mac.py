@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 from devices.portable import Portable, PortableWriter, plainly
 from engine.rig import HandRig, Row, alone, prompt
+from engine.speculation.test_head import drafting, guessed, head_in, noting, ran, random_head
 from mlx import nn
 
 from mlx_manager.mlx_server.devices import table as devices
@@ -21,6 +22,7 @@ from mlx_manager.mlx_server.errors import GenerationFailed, OutOfMemory
 from mlx_manager.mlx_server.execution.alone import AloneForward
 from mlx_manager.mlx_server.execution.attention.paged import KeyAccess
 from mlx_manager.mlx_server.execution.decoder import forward as forwards
+from mlx_manager.mlx_server.execution.decoder.forward import FusedForward
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward
 from mlx_manager.mlx_server.execution.module.ragged import RaggedForward
 from mlx_manager.mlx_server.execution.module.separate import SeparateForward
@@ -222,3 +224,31 @@ async def test_what_is_a_macs_is_no_other_devices(llama: Path, monkeypatch: pyte
         rig.submit(prompt(900), 2)
         rig.run()
         assert 900 in ran.steps[1:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "way"),
+    [
+        ("glm4_moe", {}, RaggedForward),
+        ("qwen3_5", {}, SeparateForward),
+        ("glm4_moe", {"head_dim": 32, "first_k_dense_replace": 2}, FusedForward),
+    ],
+)
+async def test_an_mtp_head_reads_the_states_of_steps_that_are_queued_ahead(
+    tmp_path: Path, kind: str, sizes: dict[str, int], way: type[Forward]
+) -> None:
+    folder = random_head(tmp_path / "m", kind, **sizes)
+    limits = {"speculation": "on", "longest_draft": 3, "page_size": 8}
+    async with HandRig(folder, head=True, choose=on_kernels, **limits) as rig:
+        assert isinstance(rig.forward, way)
+        assert rig.forward.looks_ahead
+        seen = noting(head_in(rig))
+        given = [prompt(length, length) for length in (5, 40, 9)]
+        rows = [drafting(rig, tokens, 9 + 4 * i) for i, tokens in enumerate(given)]
+        # Beside a row that brings no drafts.
+        drawn = ran(rig, [*rows, rig.row(prompt(7), 6)])
+        for i, tokens in enumerate(given):
+            assert drawn[i] == alone(rig.model, tokens, 9 + 4 * i)
+        assert len(seen) > 9
+        for tokens, found in seen:
+            assert found == guessed(rig, tokens, len(found))

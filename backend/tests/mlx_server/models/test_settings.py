@@ -46,6 +46,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         weights = "keep"
         kv_bits = 8
         draft_model = "owner/small"
+        mtp = "off"
         sampling = { temperature = 0.7, top_p = 0.9, top_k = 40, min_p = 0.05 }
 
         [models.support]
@@ -61,7 +62,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
     big, support = models.of("owner/big"), models.of("support")
     assert models.aliases() == (("gpt-4*", "owner/big"), ("big", "owner/big"))
     assert (big.pinned, big.preload, big.ttl) == (True, True, NEVER)
-    assert big.recipe == Recipe(None, None, 4096, "keep", "owner/small", kv_bits=8)
+    assert big.recipe == Recipe(None, None, 4096, "keep", "owner/small", kv_bits=8, mtp="off")
     assert big.sampling.given() == {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05}
     assert support.recipe == Recipe("owner/big", tmp_path / "adapters/support")
     assert (support.pinned, support.preload, support.ttl) == (False, False, 5400)
@@ -163,6 +164,7 @@ def test_who_is_allowed(tmp_path: Path):
         ('[models."a\\n"]', r'models\."a\\n": must have no control characters'),
         ('[models.a]\naliases = ["\\u001b[2J"]', r"a\.aliases\.0: must have no control characters"),
         ('allow = ["a\\r"]', r"allow\.0: must have no control characters"),
+        ('[models.a]\ndraft_model = "b"\nmtp = "c"', r"models\.a\.mtp names an MTP head beside"),
         ("models = ", "models.toml is not TOML: "),
         ("[models.a]\n[models.a]", "models.toml is not TOML: "),
         (f"allow = {'[' * 5000}{']' * 5000}", "models.toml is not TOML: its .* too deeply"),

@@ -19,6 +19,7 @@ from mlx_manager.mlx_server.errors import InvalidRequest, RequestCancelled
 from mlx_manager.mlx_server.protocols.answer import new_id
 from mlx_manager.mlx_server.protocols.tokens import read_ahead
 from mlx_manager.mlx_server.schemas.admin import (
+    AdminDrafts,
     AdminMemory,
     AdminModel,
     AdminModels,
@@ -184,6 +185,11 @@ def admin_model(status: ModelStatus, figures: Mapping[str, Any]) -> AdminModel:
         prefix_disk=disk and AdminPrefixDisk.model_validate(disk),
         servers=servers_of(status),
         draft_model=status.draft_model,
+        mtp=status.mtp,
+        drafts={
+            method: AdminDrafts(tried=counts["tokens"], accepted=counts["accepted"])
+            for method, counts in engine.get("drafts_by_method", {}).items()
+        },
         devices=status.devices,
     )
 

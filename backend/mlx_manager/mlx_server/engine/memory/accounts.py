@@ -45,6 +45,7 @@ class EngineMemory:
         busy: returns whether the engine has work.
         pictures: what sees pictures, if something does.
         draft: how a draft model is run, if there is one; its layers are on the same pages.
+        beside: bytes that each row keeps for it besides pages.
         block_bytes: of the largest block of pages, if there is a disk for them.
 
     Attributes:
@@ -69,6 +70,7 @@ class EngineMemory:
         busy: Callable[[], bool],
         pictures: Pictures | None = None,
         draft: Forward | None = None,
+        beside: int = 0,
         block_bytes: int | None = None,
     ) -> None:
         pages, states, snapshots = (
@@ -78,7 +80,7 @@ class EngineMemory:
         # A row that brings a draft keeps a state more than a step and the next one take.
         drafting = limits.speculation != "off" and forward.prefixes == "snapshot"
         row_bytes = forward.row_bytes + (forward.row_bytes // 2 if drafting else 0)
-        self.states = StateMemory(states, row_bytes, limits.max_rows)
+        self.states = StateMemory(states, row_bytes + beside, limits.max_rows)
         # Layers of different sizes have different groups.
         self.kv_format = ", ".join(sorted({store.format for store in forward.stores}))
         self._forwards = [forward] if draft is None else [forward, draft]

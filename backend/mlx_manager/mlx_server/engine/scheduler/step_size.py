@@ -73,10 +73,14 @@ class StepSize:
         bears = limits_of(device, len(make_prompt_cache(model)), heads)
         return cls(tokens, ample, _most_scored(limits, model), working, more, bears)
 
-    def with_draft(self, limits: EngineLimits, model: nn.Module, forward: Forward) -> StepSize:
-        """Return the size where a draft model works, too: before a step, in the same memory."""
+    def with_draft(
+        self, limits: EngineLimits, model: nn.Module, forward: Forward, state_bytes: int = 0
+    ) -> StepSize:
+        """Return the size where a draft model works, too: before a step, in the same memory.
+        state_bytes: of a token's hidden state, where a step's are kept for a head."""
         working = _working_on(limits, model, forward, self.tokens)
-        return replace(self, working_bytes=max(self.working_bytes, working))
+        kept = state_bytes * self.tokens
+        return replace(self, working_bytes=max(self.working_bytes, working) + kept)
 
     def wanted(self, tokens: int, shortest: int) -> int:
         """Return how many of `tokens` prompt tokens a step best processes, if it is short all the

@@ -12,13 +12,14 @@ EXPECTED: dict[Method, float] = {
     "prediction": 0.8,
     "ngram": 0.6,
     "draft_model": 0.7,
+    "mtp": 0.8,
 }
 # Weight of each token of a draft in the moving average.
 LEARNT = 0.1
 # Part of the way back to what is expected at first with each step of a row that tried no draft,
 # since its drafts were poor: the row tries one again when its text has changed.
 FORGOTTEN = 0.01
-# The same of a draft model, which guesses at any time, at a price.
+# The same of a draft model or head, which guesses at any time, at a price.
 FORGOTTEN_OF_MODEL = 0.002
 
 
@@ -32,19 +33,19 @@ class Acceptance:
     rates: dict[Method, float] = field(default_factory=lambda: dict(EXPECTED))
     drafted: int = 0
     accepted: int = 0
-    _modelled: bool = False
+    _guessed: Method | None = None
 
     @property
     def modelled(self) -> float | None:
         """Return the rate of a draft model's tokens; None if it has guessed none for this row."""
-        return self.rates["draft_model"] if self._modelled else None
+        return None if self._guessed is None else self.rates[self._guessed]
 
-    def begin(self, usual: float) -> None:
-        """Note that a draft model guesses for this row: at first its tokens are as likely as
-        usual."""
-        if not self._modelled:
-            self._modelled = True
-            self.rates["draft_model"] = usual
+    def begin(self, method: Method, usual: float) -> None:
+        """Note that a draft model guesses for this row, by `method`: at first its tokens are as
+        likely as usual."""
+        if self._guessed is None:
+            self._guessed = method
+            self.rates[method] = usual
 
     def observe(self, method: Method, drafted: int, accepted: int) -> None:
         """Learn that the first `accepted` of `drafted` tokens, which were tried, were drawn."""
@@ -66,10 +67,10 @@ class Acceptance:
         """Note that no draft was tried in a step, since it would not have been worth it."""
         self.rates[method] += FORGOTTEN * (EXPECTED[method] - self.rates[method])
 
-    def pass_over_model(self, usual: float) -> None:
-        """Note that a draft model's guesses were not tried in a step: in time, they are taken to be
-        drawn as often as usual again."""
-        self.rates["draft_model"] += FORGOTTEN_OF_MODEL * (usual - self.rates["draft_model"])
+    def pass_over_model(self, method: Method, usual: float) -> None:
+        """Note that a draft model's guesses, by `method`, were not tried in a step: in time, they
+        are taken to be drawn as often as usual again."""
+        self.rates[method] += FORGOTTEN_OF_MODEL * (usual - self.rates[method])
 
     @staticmethod
     def tokens(rate: float, drafted: int) -> float:

@@ -19,7 +19,7 @@ from mlx_manager.mlx_server.execution.forward import Snapshot
 if TYPE_CHECKING:
     from mlx_manager.mlx_server.engine.sequence import Sequence as Row
 
-Method = Literal["grammar", "prediction", "ngram", "draft_model"]
+Method = Literal["grammar", "prediction", "ngram", "draft_model", "mtp"]
 
 
 @dataclass(frozen=True, slots=True)

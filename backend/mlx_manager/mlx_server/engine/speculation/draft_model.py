@@ -12,8 +12,9 @@ many tokens a step gives: see `draft`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +27,7 @@ from mlx_manager.mlx_server.engine.scheduler.cost import Cost
 from mlx_manager.mlx_server.engine.scores import LogitPositions
 from mlx_manager.mlx_server.engine.sequence import Sequence as Row
 from mlx_manager.mlx_server.engine.speculation.acceptance import EXPECTED
+from mlx_manager.mlx_server.engine.speculation.draft import Method
 from mlx_manager.mlx_server.engine.step.clock import StepClock
 from mlx_manager.mlx_server.execution.attention.paged import Span
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward
@@ -39,6 +41,10 @@ LIKE_A_RUN = 12
 # Weight of a row's acceptance in the moving average of all rows.
 LEARNT = 0.1
 
+Give = Callable[[mx.array, Sequence[int]], None]
+"""Function that gives an MTP head's next run the hidden states before its tokens, (tokens, width),
+in the run's order, and the numbers of the tokens at place 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftForward:
@@ -46,7 +52,8 @@ class DraftForward:
 
     vocabulary: tokens that the model knows. embedded: those that the draft model knows.
     context_length: tokens that the draft model takes. part: bytes of its weights ÷ those of the
-    model's.
+    model's. give: of an MTP head, see `Give`; None: it is a model of its own. state_bytes: of one
+    token's hidden state, which such a head needs.
     """
 
     forward: Forward
@@ -54,6 +61,8 @@ class DraftForward:
     embedded: int
     context_length: int
     part: float
+    give: Give | None = None
+    state_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -61,13 +70,16 @@ class Guess:
     """Tokens that are being guessed for one row, at most `most`.
 
     ahead: gives the sampler's states. sampler: the state by which the next token is drawn. read:
-    tokens that the draft model has read.
+    places that the draft model has filled. lag: see `DraftModel.lag`. number: its own among the
+    guesses of the last run.
     """
 
     row: Row
     most: int
     ahead: Generator[SamplerState, int, None]
     read: int
+    lag: int = 0
+    number: int = 0
     sampler: SamplerState = field(init=False)
     drawn: list[int] = field(default_factory=list)
     ended: bool = False
@@ -77,14 +89,14 @@ class Guess:
 
     @property
     def length(self) -> int:
-        """Return the number of tokens that the next draw follows."""
-        return len(self.row.tokens) + len(self.drawn)
+        """Return the number of places that the next draw follows."""
+        return len(self.row.tokens) + len(self.drawn) - self.lag
 
     @property
     def unread(self) -> list[int]:
         """Return the tokens that are to be read before the next draw, at least one."""
         tokens = self.row.tokens
-        return self.drawn[-1:] if self.drawn else tokens[self.read :]
+        return self.drawn[-1:] if self.drawn else tokens[self.read + self.lag :]
 
     def take(self, token: int) -> None:
         """Append a token that was drawn, and find how the next one is."""
@@ -115,12 +127,17 @@ class DraftModel:
 
     Attributes:
         usual: likelihood that a guessed token is drawn, of all rows.
+        method: the name of its drafts.
+        lag: tokens before the one at its first place.
     """
+
+    method: ClassVar[Method] = "draft_model"
+    lag: ClassVar[int] = 0
 
     def __init__(
         self, of: DraftForward, pool: PagePool, clear: Callable[[], None], clock: StepClock
     ) -> None:
-        self.usual = EXPECTED["draft_model"]
+        self.usual = EXPECTED[self.method]
         self._of = of
         self._forward = of.forward
         self._pool = pool
@@ -188,15 +205,19 @@ class DraftModel:
     def _found(self, row: Row) -> int:
         """Return the number of tokens at the row's beginning that others have had it read."""
         size = self._pool.page_size
-        pages: list[int] = row.table.pages[: row.adopted // size].tolist()
+        return next(iter(self._unfilled(row)), row.adopted // size) * size
+
+    def _unfilled(self, row: Row) -> Iterator[int]:
+        """Yield the numbers of the pages that the row began with and that nobody has had it
+        read."""
+        pages: list[int] = row.table.pages[: row.adopted // self._pool.page_size].tolist()
         for number, page in enumerate(pages):
             known = self._filled.get(page)
             if known is None or known != self._pool.content(page):
-                return number * size
-        return len(pages) * size
+                yield number
 
     def _note(self, row: Row, before: int) -> None:
-        """Note the pages that it has filled since it had read so many tokens of the row."""
+        """Note the pages that it has filled since it had filled so many of the row's places."""
         size = self._pool.page_size
         # The page of the newest token is indexed a step later than it is filled.
         first, behind = max(before // size - 1, 0), min(row.drafted, row.computed) // size
@@ -219,15 +240,17 @@ class DraftModel:
         self._clear()
         chunks = []
         for row, most in rows:
-            first = row.drafted
-            tokens = self._known(row.tokens[first : first + most])
-            chunks.append(Chunk(row.key, Span(row.table, first + most, most), tokens, False))
+            begin = row.drafted + self.lag
+            tokens = self._known(row.tokens[begin : begin + most])
+            span = self._span(row, row.drafted + most, most)
+            chunks.append(Chunk(row.key, span, tokens, False))
+        self._hand_over([(row, row.drafted, most) for row, most in rows])
         logits = self._forward.run(None, chunks)
-        self._clock.wait(lambda: mx.eval(logits, self._forward.state()))
+        self._finish_reading(logits, sum(most for _, most in rows), begun)
         for row, most in rows:
             before, row.drafted = row.drafted, row.drafted + most
             self._note(row, before)
-        self._worked(_amounts(0, sum(most for _, most in rows)), begun)
+        self._let_go([row for row, _ in rows])
 
     def guess(self, rows: Sequence[tuple[Row, int]]) -> list[list[int]]:
         """Return at most so many tokens for each row, perhaps none: those that the rows may draw
@@ -236,7 +259,7 @@ class DraftModel:
         guesses = []
         for row, most in rows:
             self.behind(row)
-            guesses.append(Guess(row, most, row.samplers_ahead(), row.drafted))
+            guesses.append(Guess(row, most, row.samplers_ahead(), row.drafted, self.lag))
         going = guesses
         while going:
             for guess, token in self._draw(going):
@@ -244,9 +267,32 @@ class DraftModel:
             going = [guess for guess in going if not guess.ended]
         for guess in guesses:
             row = guess.row
-            row.drafted, row.guessed = len(row.tokens), guess.drawn[:-1]
+            row.drafted, row.guessed = len(row.tokens) - self.lag, self._stays(guess)
             self._note(row, guess.read)
+        self._let_go([row for row, _ in rows])
         return [guess.tokens for guess in guesses]
+
+    def _finish_reading(self, logits: mx.array, tokens: int, begun: float) -> None:
+        """Have so many tokens read, by a run that has been put together since `begun`."""
+        self._clock.wait(lambda: mx.eval(logits, self._forward.state()))
+        self._worked(_amounts(0, tokens), begun)
+
+    def _stays(self, guess: Guess) -> list[int]:
+        """Return the guessed tokens that it need not read again if they are drawn."""
+        return guess.drawn[:-1]
+
+    def _span(self, row: Row, length: int, queries: int) -> Span:
+        """Return the span of `queries` places that end with the row's place `length`."""
+        return Span(row.table, length, queries)
+
+    def _hand_over(self, read: Sequence[tuple[Row, int, int]]) -> None:
+        """Prepare a run that reads of each row so many places from one on, in this order."""
+
+    def _continue(self, guesses: Sequence[Guess]) -> None:
+        """Prepare a run that goes on with each of the guesses of the last run, in this order."""
+
+    def _let_go(self, rows: Sequence[Row]) -> None:
+        """Drop what is kept of what has been read."""
 
     def _draw(self, guesses: Sequence[Guess]) -> list[tuple[Guess, int]]:
         """Draw the next token of each, in one run."""
@@ -255,9 +301,15 @@ class DraftModel:
         others = [guess for guess in guesses if len(guess.unread) > 1]
         keys, lengths = [g.row.key for g in single], [g.length for g in single]
         single = [single[i] for i in self._forward.order(keys, lengths)]
-        chunks = [_chunk(guess, self._known(guess.unread)) for guess in others]
-        logits = self._forward.run(self._decode(single) if single else None, chunks)
+        chunks = [self._chunk(guess) for guess in others]
         ordered = [*single, *others]
+        if any(guess.drawn for guess in guesses):
+            self._continue(ordered)
+        else:
+            self._hand_over([(g.row, g.read, len(g.unread)) for g in ordered])
+        logits = self._forward.run(self._decode(single) if single else None, chunks)
+        for number, guess in enumerate(ordered):
+            guess.number = number
         logits = LogitPositions.of(len(single), chunks, [1] * len(chunks)).drawn(logits)
         tokens = self._drawn(logits[: len(ordered)], ordered)
         self._clock.wait(lambda: mx.eval(tokens, self._forward.state()))
@@ -267,11 +319,16 @@ class DraftModel:
         return list(zip(ordered, drawn, strict=True))
 
     def _decode(self, guesses: Sequence[Guess]) -> Decode:
-        rows = [guess.row for guess in guesses]
         newest = self._known([guess.unread[0] for guess in guesses])
         tokens = send(np.array(newest, np.int32)).view(mx.uint32)
-        lengths = [guess.length for guess in guesses]
-        return Decode([row.key for row in rows], [row.table for row in rows], lengths, tokens)
+        spans = [self._span(guess.row, guess.length, 1) for guess in guesses]
+        tables, lengths = [span.table for span in spans], [span.length for span in spans]
+        return Decode([guess.row.key for guess in guesses], tables, lengths, tokens)
+
+    def _chunk(self, guess: Guess) -> Chunk:
+        tokens = self._known(guess.unread)
+        span = self._span(guess.row, guess.length, len(tokens))
+        return Chunk(guess.row.key, span, tokens, True, every=True)
 
     def _drawn(self, logits: mx.array, guesses: Sequence[Guess]) -> mx.array:
         """Draw from logits, (guesses, tokens that it knows), as the model would."""
@@ -295,11 +352,6 @@ class DraftModel:
         self._spent += seconds
         if self._cost is not None:
             self._cost.learn(amounts, seconds)
-
-
-def _chunk(guess: Guess, tokens: list[int]) -> Chunk:
-    row = guess.row
-    return Chunk(row.key, Span(row.table, guess.length, len(tokens)), tokens, True, every=True)
 
 
 def _amounts(rows: int, tokens: int) -> tuple[float, float, float]:

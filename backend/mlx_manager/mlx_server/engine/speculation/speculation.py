@@ -307,7 +307,7 @@ class Speculation:
             self._rested += 1
         for row, proposer in able:
             if row not in rows and self._model is not None:
-                proposer.acceptance.pass_over_model(self._model.usual)
+                proposer.acceptance.pass_over_model(self._model.method, self._model.usual)
         return rows, length
 
     def _may_guess(self, row: Row) -> bool:
@@ -350,9 +350,9 @@ class Speculation:
         found = []
         for (row, _), tokens in zip(wanted, guesses, strict=True):
             if row.proposer is not None and tokens:
-                row.proposer.acceptance.begin(model.usual)
-                model.learn(row.proposer.acceptance.rates["draft_model"])
-                found.append((row, Proposal("draft_model", tokens)))
+                row.proposer.acceptance.begin(model.method, model.usual)
+                model.learn(row.proposer.acceptance.rates[model.method])
+                found.append((row, Proposal(model.method, tokens)))
         return found
 
     def _caught_up(self, model: DraftModel, rows: Sequence[Row], plan: _Plan | None) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -15,6 +16,8 @@ from mlx_manager.mlx_server.engine.scheduler.schedule import Prefill, Schedule
 from mlx_manager.mlx_server.engine.scores import LogitPositions, Scores
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.speculation.draft import Draft
+from mlx_manager.mlx_server.engine.speculation.head import RowStates, StepStates
+from mlx_manager.mlx_server.engine.speculation.unread import UnreadStates
 from mlx_manager.mlx_server.engine.step.batch import Batch
 from mlx_manager.mlx_server.engine.step.host_tokens import HostTokens
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward
@@ -24,20 +27,23 @@ from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward
 class LaunchedStep:
     """A step whose logits are described, and perhaps computed already.
 
-    batch: the rows that draw. logits: (draws, vocabulary), those of padding may follow.
+    batch: the rows that draw. logits: (draws, vocabulary), those of padding may follow. states: the
+    hidden states, where they are kept.
     """
 
     batch: Batch
     logits: mx.array
     load: StepLoad
     scores: Scores
+    states: StepStates | None = None
 
 
 @dataclass(slots=True, eq=False)
 class SampledStep:
     """A step that has been queued whole, its tokens included.
 
-    tokens: (draws,) uint32, for the next step. host_tokens: the same, for the host.
+    tokens: (draws,) uint32, for the next step. host_tokens: the same, for the host. states: as in
+    `LaunchedStep`.
     """
 
     batch: Batch
@@ -45,6 +51,7 @@ class SampledStep:
     host_tokens: HostTokens
     load: StepLoad
     scores: Scores
+    states: StepStates | None = None
 
     @property
     def begins_rows(self) -> bool:
@@ -76,6 +83,7 @@ class ModelRunner:
         decode = self._decode(batch, last) if batch.rows else None
         chunks = [*map(_drafted, drafts), *map(_chunk, schedule.prefills)]
         logits = self._forward.run(decode, chunks)
+        states = _states(self._forward.hidden, batch, drafts, schedule)
         scores = Scores()
         if chunks:
             places = [draft.places for draft in drafts]
@@ -88,7 +96,7 @@ class ModelRunner:
             if joining or drafts:
                 verified = [draft.sequence for draft in drafts]
                 batch = Batch([*batch.rows, *verified, *joining], drafts)
-        return LaunchedStep(batch, logits, schedule.load, scores)
+        return LaunchedStep(batch, logits, schedule.load, scores, states)
 
     def _kept(self, draft: Draft) -> Draft:
         """Return the draft with what recurrent layers have kept of its row so far."""
@@ -114,10 +122,11 @@ class ModelRunner:
             tokens = sample(logits, batch.sampling, batch.drawn)
             scores.add_drawn(logits, batch.drawing, tokens)
         host_tokens = HostTokens.of(tokens)
-        mx.async_eval(tokens, host_tokens.sent, scores.arrays(), self._forward.state())  # type: ignore[no-untyped-call]
+        states = [] if launched.states is None else [launched.states.states]
+        mx.async_eval(tokens, host_tokens.sent, scores.arrays(), self._forward.state(), states)  # type: ignore[no-untyped-call]
         for row in batch.rows:
             row.pending += 1
-        return SampledStep(batch, tokens, host_tokens, launched.load, scores)
+        return SampledStep(batch, tokens, host_tokens, launched.load, scores, launched.states)
 
     def rest(self) -> None:
         """Drop the batch: there was nothing to run."""
@@ -167,6 +176,25 @@ def _drafted(draft: Draft) -> Chunk:
     """Return the chunk of a row's own tokens that are due, and its draft."""
     sequence = draft.sequence
     return _seen(sequence, [*sequence.tokens[-draft.due :], *draft.tokens], True, True)
+
+
+def _states(
+    hidden: mx.array | None, batch: Batch, drafts: Iterable[Draft], schedule: Schedule
+) -> StepStates | None:
+    """Return the hidden states of a step, where they are kept. batch: the rows without drafts, in
+    the order of the step."""
+    if hidden is None:
+        return None
+    counts = [(row, 1) for row in batch.rows]
+    counts += [(draft.sequence, draft.queries) for draft in drafts]
+    counts += [(prefill.sequence, prefill.tokens) for prefill in schedule.prefills]
+    found, number = [], 0
+    for row, count in counts:
+        if row.proposer is not None and row.images is None:
+            unread = row.unread = row.unread or UnreadStates()
+            found.append(RowStates(row, unread, row.computed - count, count, number))
+        number += count
+    return StepStates(hidden, found)
 
 
 def _seen(sequence: Sequence, tokens: list[int], final: bool, every: bool) -> Chunk:

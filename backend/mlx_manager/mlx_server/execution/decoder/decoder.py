@@ -104,6 +104,8 @@ class FusedDecoder:
         unpacks: whether weights may be made dense for steps with many tokens; see `keep_packed`.
         far_from: tokens of a row beyond which its queries are multiplied by a factor, or None if
             they never are; see `Temper`.
+        hidden: the last step's states behind the last norm, (tokens, width), those of padding
+            included; None where they are not kept.
     """
 
     def __init__(
@@ -138,6 +140,8 @@ class FusedDecoder:
         self.far_from = min((each.tokens for each in scalings if each), default=None)
         self._compile = compile
         self._kinds = Kinds(compile)
+        self._keeps_hidden = False
+        self.hidden: mx.array | None = None
 
     @staticmethod
     def build(  # noqa: PLR0917
@@ -201,8 +205,15 @@ class FusedDecoder:
         )
         run = partial(self._run, _cuts(step))
         soon = bool(step.written)
-        found: Stepped = self._kinds.run(kind, run, *_arrays(step), soon=soon)
-        return found
+        logits, before, *states = self._kinds.run(kind, run, *_arrays(step), soon=soon)
+        self.hidden = states[0] if states else None
+        return logits, before
+
+    def keep_hidden(self) -> None:
+        """Keep the hidden states of steps from now on."""
+        self._keeps_hidden = True
+        # Steps that have been compiled return no states.
+        self._kinds.forget()
 
     def launches(self, step: Step) -> list[mx.array]:
         """Return the launches of `run`, in order and not evaluated, in one layer of each kind.
@@ -283,6 +294,8 @@ class FusedDecoder:
                 hidden = insertion.added(number, hidden)
             if (number + 1) % at_a_time == 0:
                 pieces.add(hidden)
+        if self._keeps_hidden:
+            self.hidden = self._ending.norm(hidden)
         last = hidden if step.wanted is None else hidden[step.wanted]
         return last if step.silent else self._ending(last), pieces
 
@@ -364,7 +377,7 @@ class FusedDecoder:
         slots: Sequence[mx.array],
         shifts: Sequence[mx.array],
         written: Sequence[mx.array],
-    ) -> Stepped:
+    ) -> tuple[mx.array, ...]:
         step = _step(cuts, tokens, before, table, pools, items, slots, shifts, written)
         hidden, shared = self._opened(step)
         heads: mx.array | None = None
@@ -373,7 +386,8 @@ class FusedDecoder:
             attended = layer.attend(fresh, shared, pools[layer.source], step)
             joined = layer.joint(hidden, attended, _own(shared.per_layer_inputs, number))
             hidden, heads = joined.result, joined.heads
-        return self._ending(hidden), shared.following
+        states = (self._ending.norm(hidden),) if self._keeps_hidden else ()
+        return self._ending(hidden), shared.following, *states
 
     def _opened(self, step: Step) -> tuple[mx.array, Shared]:
         hidden, shared = self._open(step.tokens, step.before, step.shifts)

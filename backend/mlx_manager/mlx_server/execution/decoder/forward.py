@@ -74,6 +74,7 @@ class FusedForward(OnPages):
         self._decoder = decoder
         self._page_size = page_size
         self._pieces = Pieces()
+        self._tokens = 0
         self._of_layers = stores
         self._states = {
             number: store for number, store in enumerate(stores) if isinstance(store, StateStore)
@@ -93,7 +94,19 @@ class FusedForward(OnPages):
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         logits = self._run(decode, chunks)
         self.order_of_launches.then(logits)
+        self._tokens = len(_keys(decode, ())) + sum(len(chunk.tokens) for chunk in chunks)
         return logits
+
+    def keep_hidden(self, *, fed: bool = False) -> bool:
+        if fed:
+            return False
+        self._decoder.keep_hidden()
+        return True
+
+    @property
+    def hidden(self) -> mx.array | None:
+        states = self._decoder.hidden
+        return None if states is None else states[: self._tokens]
 
     def _run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         order = self.order_of_launches

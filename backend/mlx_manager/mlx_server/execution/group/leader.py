@@ -169,6 +169,13 @@ class GroupForward:
         """Return this rank's kinds of step, of which all ranks compile the same ones."""
         return GroupKinds(own, self._crew)
 
+    def keep_hidden(self, *, fed: bool = False) -> bool:
+        return False
+
+    @property
+    def hidden(self) -> mx.array | None:
+        return None
+
     def keep_in_8_bits(self, readers: KernelSet | None = None) -> None:
         raise NotApplicable("the pages of several ranks are kept as they are")
 

@@ -24,16 +24,26 @@ class HiddenSelection:
 
     The model's body is replaced by one that selects hidden states for the head: see `wrapped`.
     Models without a recognisable body compute all logits, and the selection is made afterwards.
+
+    Attributes:
+        found: whether the body is recognisable.
+        kept: the body's hidden states, those behind its last norm, of each pass since the list was
+            last cleared, (tokens, width); None: they are not kept.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._select: Callable[[mx.array], mx.array] | None = None
+        self.kept: list[mx.array] | None = None
         place = _place_of_body(model)
+        self.found = place is not None
         if place is not None:
             parent, name = place
 
             def select(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                return self.selected(body(*args, **kwargs))
+                hidden = body(*args, **kwargs)
+                if self.kept is not None:
+                    self.kept.append(hidden.reshape(-1, hidden.shape[-1]))
+                return self.selected(hidden)
 
             parent[name] = wrapped(parent[name], select)
 
@@ -50,6 +60,13 @@ class HiddenSelection:
         # If the body is none of the model's own, nothing has been selected yet.
         logits = self.selected(model(tokens, cache=caches))
         return logits[:, -1] if logits.shape[1] == 1 else logits.reshape(-1, logits.shape[-1])
+
+    def take(self) -> list[mx.array]:
+        """Return the hidden states that have been kept, and keep these no longer."""
+        if self.kept is None:
+            return []
+        taken, self.kept = self.kept, []
+        return taken
 
     def selected(self, hidden: mx.array) -> mx.array:
         """Return what the pass under way selects of `hidden`, all of it after the first time."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
@@ -16,6 +16,7 @@ from mlx_manager.mlx_server.execution import caches
 from mlx_manager.mlx_server.execution.attention.paged import KeyAccess, Pass, route
 from mlx_manager.mlx_server.execution.base import PlainForward
 from mlx_manager.mlx_server.execution.compiled import Compile
+from mlx_manager.mlx_server.execution.forward import Decode
 from mlx_manager.mlx_server.execution.images import VisionTraits
 from mlx_manager.mlx_server.execution.module.hidden import HiddenSelection
 from mlx_manager.mlx_server.execution.module.shown import show
@@ -75,16 +76,56 @@ class OverPages(PlainForward):
         call = partial(self._selection.logits, self._model, of)
         states = caches.unpaged(of)
         return ModuleSteps(
-            call, self.layers, states, self._pass, self._page_size, self._compile, size
+            call,
+            self.layers,
+            states,
+            self._pass,
+            self._page_size,
+            self._compile,
+            size,
+            self._selection.take,
         )
+
+    def _run_rows(
+        self, rows: ModuleSteps, decode: Decode, kept: Sequence[ArraysCache] = ()
+    ) -> mx.array:
+        """Return the logits of rows alone; see `ModuleSteps.run`."""
+        logits = rows.run(decode, kept)
+        if self._selection.kept is not None:
+            self._selection.kept += rows.hidden
+        return logits
 
     def keep_in_8_bits(self, readers: KernelSet | None = None) -> None:
         super().keep_in_8_bits(readers)
         for layer, store in zip(self.layers, self.stores, strict=True):
             layer.store = store
 
+    def keep_hidden(self, *, fed: bool = False) -> bool:
+        if not self._selection.found:
+            return False
+        self._selection.kept = []
+        if self.rows is not None and fed:
+            self.rows.kinds.give_up()
+        elif self.rows is not None:
+            # Steps that have been compiled return no states.
+            self.rows.kinds.forget()
+        return True
+
+    @property
+    def hidden(self) -> mx.array | None:
+        passes = self._selection.kept
+        if not passes:
+            return None
+        return passes[0] if len(passes) == 1 else mx.concatenate(passes)
+
+    def _begin_run(self) -> None:
+        """Forget the hidden states of the last run."""
+        if self._selection.kept is not None:
+            self._selection.kept = []
+
     def abandon(self) -> None:
         super().abandon()
+        self._begin_run()
         if self.rows is not None:
             self.rows.pause()
 

@@ -50,6 +50,7 @@ class RaggedForward(OverPages, OnPages):
         return shortest_first(lengths)
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        self._begin_run()
         logits = self._run(decode, chunks)
         self.order_of_launches.then(logits)
         return logits
@@ -58,7 +59,7 @@ class RaggedForward(OverPages, OnPages):
         order = self.order_of_launches
         if self.rows is not None:
             if decode is not None and not chunks:
-                return self.rows.run(decode.after(order))
+                return self._run_rows(self.rows, decode.after(order))
             self.rows.pause()
         step = RaggedStep.of(decode, chunks, self._page_size, order=order)
         self._pass.begin(step.plan, step.insertion)

@@ -66,6 +66,7 @@ class SeparateForward(OverPages):
         return order_after(self._rows, keys)
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
+        self._begin_run()
         logits: list[mx.array] = []
         out, order = mx.zeros((1, 1)), self.order_of_launches
         self._take_out([chunk.key for chunk in chunks])
@@ -169,7 +170,7 @@ class SeparateForward(OverPages):
 
     def _pass_of_rows(self, decode: Decode) -> mx.array:
         if self.rows is not None:
-            return self.rows.run(decode, unpaged(self._batch))
+            return self._run_rows(self.rows, decode, unpaged(self._batch))
         self._pass.begin(StepPlan(decode.spans, self._page_size, angles=angles_in(decode, [])))
         return self._selection.logits(self._model, self._batch, decode.tokens[:, None])
 

@@ -63,8 +63,11 @@ class ModuleSteps:
         page_size: tokens a page.
         compile: as `mx.compile`.
         size: returns the number that so many rows are padded to.
+        states_kept: returns the hidden states of the last `call`, (rows, width); none if they are
+            not kept.
 
     Attributes:
+        hidden: what that is of the rows of the last step.
         kinds: the kinds of step that there have been.
     """
 
@@ -77,8 +80,10 @@ class ModuleSteps:
         page_size: int,
         compile: Compile,
         size: Callable[[int], int],
+        states_kept: Callable[[], list[mx.array]] = list,
     ) -> None:
-        self._call = call
+        self._call, self._states_kept = call, states_kept
+        self.hidden: list[mx.array] = []
         self._stores = [layer.store for layer in layers]
         self._states = states
         self._pass = current
@@ -95,7 +100,7 @@ class ModuleSteps:
         batch = self._running.next(decode.keys, decode.tables, decode.lengths, decode.shifts)
         cuts = [(by, cut.divided, cut.blocks) for by, cut in batch.splits.items()]
         work = [cut.items for cut in batch.splits.values()]
-        logits, batch.before, pages, after = self.kinds.run(
+        logits, batch.before, pages, after, hidden = self.kinds.run(
             (batch.table.shape, len(batch.shifts), *cuts, *(items.shape for items in work)),
             partial(self._step, cuts),
             batch.padded(decode.tokens),
@@ -110,6 +115,7 @@ class ModuleSteps:
             store.arrays = arrays
         for state, arrays in zip(kept, after, strict=True):
             _keep(state, arrays)
+        self.hidden = [states[: len(decode.keys)] for states in hidden]
         found: mx.array = logits
         return found
 
@@ -132,7 +138,7 @@ class ModuleSteps:
         work: Sequence[mx.array],
         pages: Sequence[Pages],
         kept: Sequence[Kept],
-    ) -> tuple[mx.array, mx.array, list[Pages], list[Kept]]:
+    ) -> tuple[mx.array, mx.array, list[Pages], list[Kept], list[mx.array]]:
         """Return the logits, the lengths `before` the next step, and the pages and states after
         this one."""
         splits = {
@@ -149,7 +155,8 @@ class ModuleSteps:
                 _keep(state, held)
             logits = self._call(tokens[:, None])
             written = [store.arrays for store in self._stores]
-            return logits, plan.decoding.lengths, written, list(map(_kept_by, self._states))
+            after = list(map(_kept_by, self._states))
+            return logits, plan.decoding.lengths, written, after, self._states_kept()
         finally:
             # While a step is being compiled its arrays are placeholders: none may stay in the
             # caches.

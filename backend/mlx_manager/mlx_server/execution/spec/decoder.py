@@ -122,6 +122,8 @@ class DecoderSpec:
         text = model.language_model if parts_of(model) == {"language_model"} else model
         expect("model" in text and parts_of(text) <= {"model", "lm_head"}, "a head")
         body = text.model
+        embeds = nn.Embedding | nn.QuantizedEmbedding
+        expect(isinstance(body.get("embed_tokens"), embeds), "an input of other parts")
         per_layer = PerLayerEmbedding.of(body)
         own = parts_of(body) - (set() if per_layer is None else set(_PER_LAYER_EMBEDDING))
         last = [body[name] for name in MODULES.last_norms if own == {*_BODY, name}]

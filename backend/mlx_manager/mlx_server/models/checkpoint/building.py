@@ -29,6 +29,7 @@ from mlx_manager.mlx_server.models.architectures import architecture, with_known
 from mlx_manager.mlx_server.models.checkpoint.folder import ModelFolder
 from mlx_manager.mlx_server.models.checkpoint.heads import Heads, is_head
 from mlx_manager.mlx_server.models.checkpoint.language import language_classes, with_whole_text
+from mlx_manager.mlx_server.models.checkpoint.mtp import head_tensors
 from mlx_manager.mlx_server.models.checkpoint.renamed import with_old_names
 from mlx_manager.mlx_server.models.checkpoint.rope import in_all_forms
 from mlx_manager.mlx_server.models.checkpoint.rope_defaults import with_base
@@ -44,6 +45,10 @@ STORED_BESIDE = ("scales", "biases", "global_scale")
 MOST_NAMED = 3
 
 Classes = Callable[[Any], tuple[Callable[[Any], nn.Module], Any]]
+Sanitize = Callable[[dict[str, mx.array]], dict[str, mx.array]]
+"""Function that returns tensors under the names that a class has for them."""
+Weights = Callable[[nn.Module, Sanitize], dict[str, mx.array]]
+"""Function that returns the parameters of a module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +93,42 @@ def build(plan: BuildPlan) -> tuple[nn.Module, dict[str, Any]]:
             some of them, or computes its rotations otherwise than config.json says.
         ValueError, TypeError, ...: mlx-lm's errors over settings that it can't read.
     """
-    model, config = load_model(
-        BLANK,
-        lazy=True,
-        # A copy: load_model and its classes add to it.
-        model_config=deepcopy(
-            {name: value for name, value in plan.config.items() if name != "model_file"}
-        ),
-        get_model_classes=_classes(plan),
-    )
+
+    def weights(model: nn.Module, sanitize: Sanitize) -> dict[str, mx.array]:
+        heads = head_tensors(plan.folder.weights, plan.config)
+        found = arrays_in(plan.folder.weights)
+        found = {name: array for name, array in found.items() if name not in heads}
+        return fitting(model, sanitize(dict(found)), found, plan)
+
+    model, config = built(plan, plan.config, weights)
     check_rotations(model, plan.config, plan.folder.path / "config.json")
     return model, config
 
 
-def _classes(plan: BuildPlan) -> Classes:
+def built(
+    plan: BuildPlan, config: Mapping[str, Any], weights: Weights
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Build a module of the plan's class by `config`; return it and its config. weights: returns
+    the module's parameters by their names, and may change the module before.
+
+    Raises:
+        ModelLoadFailed, ValueError, TypeError, ...: as `build`.
+    """
+    model, settled = load_model(
+        BLANK,
+        lazy=True,
+        # A copy: load_model and its classes add to it.
+        model_config=deepcopy(
+            {name: value for name, value in config.items() if name != "model_file"}
+        ),
+        get_model_classes=_classes(plan, weights),
+    )
+    return model, settled
+
+
+def _classes(plan: BuildPlan, weights: Weights) -> Classes:
     """Return the function by which `load_model` finds an architecture's classes. A model made by
-    the function takes the files' arrays in place of the arrays that it is given."""
+    the function takes `weights` in place of the arrays that it is given."""
     standard = inspect.signature(load_model).parameters["get_model_classes"].default
 
     def classes(config: dict[str, Any]) -> tuple[Callable[[Any], nn.Module], Any]:
@@ -116,15 +141,13 @@ def _classes(plan: BuildPlan) -> Classes:
 
         def make(arguments: object) -> nn.Module:
             model: nn.Module = model_class(arguments)
-            sanitize = getattr(model, "sanitize", None)
+            sanitize: Sanitize = getattr(model, "sanitize", dict)
 
-            def with_the_files(_: dict[str, mx.array]) -> dict[str, mx.array]:
+            def own(_: dict[str, mx.array]) -> dict[str, mx.array]:
                 del model.sanitize
-                found = arrays_in(plan.folder.weights)
-                sanitized = sanitize(dict(found)) if sanitize else dict(found)
-                return fitting(model, sanitized, found, plan)
+                return weights(model, sanitize)
 
-            model.sanitize = with_the_files
+            model.sanitize = own
             return model
 
         return make, arguments_class

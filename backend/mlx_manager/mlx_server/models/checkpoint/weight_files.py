@@ -25,6 +25,7 @@ SINGLE = "model.safetensors"
 WEIGHTS = "model*.safetensors"
 SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 ALONE = re.compile(r"model[^/]*\.safetensors")
+METADATA = "__metadata__"
 LARGEST_HEADER = 100_000_000
 
 BITS = {
@@ -202,6 +203,34 @@ def tensors_in(file: Path) -> dict[str, StoredTensor]:
         ModelLoadFailed: the header is broken, or its tensors don't fill the file or overlap; the
             message names the file.
     """
+    header, length = _header(file)
+    try:
+        tensors = {
+            name: _stored(tensor, 8 + length) for name, tensor in header.items() if name != METADATA
+        }
+    except (ValueError, AttributeError, TypeError, LookupError) as error:
+        raise _broken(file) from error
+    _check_places(file, tensors, 8 + length, file.stat().st_size)
+    return tensors
+
+
+def format_of(file: Path) -> str:
+    """Return the name of the framework that a safetensors file says it was written by: "pt" for
+    transformers, "mlx" for mlx-lm and mlx-vlm; "" if it does not say.
+
+    Raises:
+        ModelLoadFailed: the header is broken.
+    """
+    metadata = _header(file)[0].get(METADATA)
+    return str(metadata.get("format", "")) if isinstance(metadata, dict) else ""
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """Return a safetensors file's header and its length in bytes.
+
+    Raises:
+        ModelLoadFailed: the file can't be read, or its header is no object in JSON.
+    """
     try:
         if odd := unreadable(file):
             raise ModelLoadFailed(odd)
@@ -215,17 +244,17 @@ def tensors_in(file: Path) -> dict[str, StoredTensor]:
                     f"{file} has a header of {length:,} bytes; at most {LARGEST_HEADER:,} are read."
                 )
             header = json.loads(stream.read(length), object_pairs_hook=_without_twins)
-        tensors = {
-            name: _stored(tensor, 8 + length)
-            for name, tensor in header.items()
-            if name != "__metadata__"
-        }
     except OSError as error:
         raise ModelLoadFailed(f"{file} can't be read: {error.strerror}.") from error
-    except (ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
-        raise ModelLoadFailed(f"{file} has a broken safetensors header.") from error
-    _check_places(file, tensors, 8 + length, size)
-    return tensors
+    except (ValueError, RecursionError) as error:
+        raise _broken(file) from error
+    if not isinstance(header, dict):
+        raise _broken(file)
+    return header, length
+
+
+def _broken(file: Path) -> ModelLoadFailed:
+    return ModelLoadFailed(f"{file} has a broken safetensors header.")
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

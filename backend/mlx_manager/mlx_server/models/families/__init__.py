@@ -10,7 +10,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, TypeVar
 
-from mlx_manager.mlx_server.models.family import ConfigFacts, Family, VisionFacts
+from mlx_manager.mlx_server.models.family import ConfigFacts, Family, MTPFacts, VisionFacts
 from mlx_manager.mlx_server.models.module_facts import ModuleFacts
 
 Facts = TypeVar("Facts", ConfigFacts, ModuleFacts)
@@ -50,6 +50,13 @@ def vision_facts(config: Mapping[str, Any]) -> VisionFacts | None:
     kind, its = letters(config.get("model_type")), encoder.get("model_type")
     found = (each for each in VISIONS if kind in map(letters, each.kinds))
     return next((each for each in found if each.encoder in ("", its)), None)
+
+
+def mtp_facts(model_type: str) -> MTPFacts | None:
+    """Return the declaration of the MTP heads of checkpoints of this `model_type`, as mlx-lm spells
+    it; None if they have none."""
+    declared = (facts for family in FAMILIES.values() for facts in family.mtp)
+    return next((facts for facts in declared if model_type in facts.kinds), None)
 
 
 def letters(name: object) -> str:

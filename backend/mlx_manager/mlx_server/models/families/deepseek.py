@@ -1,6 +1,6 @@
 """DeepSeek V1 to V4, R1, and models that are distilled from them."""
 
-from mlx_manager.mlx_server.models.family import Family, InfillTokens
+from mlx_manager.mlx_server.models.family import Family, InfillTokens, MTPFacts
 from mlx_manager.mlx_server.models.module_facts import ModuleFacts, Routing, SharedNames
 
 SOFTMAX_GATE = Routing(normalised=False, scale="routed_scaling_factor")
@@ -12,6 +12,9 @@ SIGMOID_GATE = Routing(
     scale="routed_scaling_factor",
 )
 """The routers of V1 and 2, and of V3, which other families have as well."""
+
+ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "moe_layer_freq": 1}
+"""Settings of a model whose only layer has experts."""
 
 FAMILY = Family(
     "deepseek",
@@ -26,6 +29,7 @@ FAMILY = Family(
             *("drop_thinking", "context", "add_default_bos_token"),
         }
     ),
+    mtp=(MTPFacts(("deepseek_v3",), layer=True, config=ONE_LAYER, blank_first=True),),
     modules=ModuleFacts(
         shared_experts=(SharedNames("shared_experts"),),
         routings={

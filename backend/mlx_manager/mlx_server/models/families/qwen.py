@@ -1,6 +1,12 @@
 """Qwen, QwQ, and Qwen 3.5 and Next, of whose layers some have the gated delta rule."""
 
-from mlx_manager.mlx_server.models.family import ConfigFacts, Family, InfillTokens, VisionFacts
+from mlx_manager.mlx_server.models.family import (
+    ConfigFacts,
+    Family,
+    InfillTokens,
+    MTPFacts,
+    VisionFacts,
+)
 from mlx_manager.mlx_server.models.module_facts import (
     AttentionNames,
     ModuleFacts,
@@ -33,6 +39,15 @@ FAMILY = Family(
             "<|image_pad|>",
             WRITTEN,
             WORDS,
+        ),
+    ),
+    mtp=(
+        MTPFacts(
+            ("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+            layer=False,
+            config={"num_hidden_layers": 1, "full_attention_interval": 1, "layer_types": None},
+            absent=("ssm_idx",),
+            centred=True,
         ),
     ),
     modules=ModuleFacts(
