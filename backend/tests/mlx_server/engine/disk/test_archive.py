@@ -53,8 +53,8 @@ def add(folder: Folder, space: Space, number: int, kind: str = PLAIN) -> BlockNa
 
 def filled(path: Path) -> Folder:
     folder = folder_of(path)
-    for number, kind in enumerate((PLAIN, PICTURE, PLAIN, STATE)):
-        add(folder, SPACES[number % 2], number, kind)
+    for number in range(COUNT):
+        add(folder, SPACES[number % 2], number, STATE if number == 3 else PLAIN)
     add(folder, Space("owner/other", {}), 9)
     return folder
 
@@ -175,6 +175,14 @@ def test_damaged_blocks_are_not_exported(tmp_path: Path) -> None:
     content, moved = exported(folder)
     assert (moved.blocks, moved.damaged) == (COUNT - 1, 1)
     assert imported(folder_of(tmp_path / "there"), content).blocks == COUNT - 1
+
+
+def test_features_of_pictures_come_with_the_pages(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "here")
+    name = add(folder, SPACES[0], 7, PICTURE)
+    there = folder_of(tmp_path / "there")
+    assert imported(there, exported(folder)[0]).blocks == COUNT + 1
+    assert there.path(SPACES[0], name).read_bytes() == folder.path(SPACES[0], name).read_bytes()
 
 
 def test_blocks_that_go_meanwhile_are_left_out(tmp_path: Path) -> None:
