@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "backend"))
 
 import mlx.core as mx
 
-from mlx_manager.mlx_server.devices.group import Membership, join
+from mlx_manager.mlx_server.devices.group import Membership, join, unrecorded
 from mlx_manager.mlx_server.engine.thread import ready_device
 
 CHAIN = 64
@@ -99,6 +99,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(options.seconds, exit=True)
     member = Membership(**options.place)
     ready_device()
+    os.environ.update(unrecorded(member.backend))
     say(stage="device", rank=member.rank, device=str(mx.default_device()), mlx=mx.__version__)
     mx.eval(mx.ones(1) + 1)
     say(stage="joining", rank=member.rank)

@@ -7,7 +7,7 @@ First `all_reduce.py` measures what the group's operations cost, by themselves a
 steps, with each of `VARIANTS` of the environment. Then comes a server for each number of devices,
 one after the other; its model is spread over them. Where a variant has made all-reduces quicker,
 the servers of several devices run with it, too; where a server fails or hangs, it runs again
-without compiled steps, and then without recorded ones. With `--vllm-python` (an interpreter that
+without compiled steps. With `--vllm-python` (an interpreter that
 has vLLM), vLLM follows with as many devices (`--tensor-parallel-size`).
 
 Each round asks for all rows at once; their prompts are in the prefix cache by then. The rate is
@@ -69,20 +69,17 @@ LOG = 6000
 """Characters of a server's log that are shown where it fails."""
 WATCHDOG = "45"
 """Seconds without a step after which our server ends a worker, and says where it was."""
+RECORDED = {"MLX_USE_CUDA_GRAPHS": "1"}
 VARIANTS: dict[str, dict[str, str]] = {
     "as it comes": {},
-    "no mixing": {"NCCL_GRAPH_MIXING_SUPPORT": "0"},
-    "no registering": {"NCCL_GRAPH_REGISTER": "0"},
-    "both": {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_GRAPH_REGISTER": "0"},
-    "low latency": {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_PROTO": "LL"},
-    "unrecorded": {"MLX_USE_CUDA_GRAPHS": "0"},
+    "recorded": RECORDED,
+    "no mixing": RECORDED | {"NCCL_GRAPH_MIXING_SUPPORT": "0"},
+    "no registering": RECORDED | {"NCCL_GRAPH_REGISTER": "0"},
+    "low latency": {"NCCL_PROTO": "LL"},
 }
 """Environments of the ranks. NCCL's variables are described in its user guide; MLX's variable has
-its launches go without a graph."""
-WITHOUT: dict[str, dict[str, str]] = {
-    "not compiled": {"MLX_DISABLE_COMPILE": "1"},
-    "not recorded": {"MLX_DISABLE_COMPILE": "1", "MLX_USE_CUDA_GRAPHS": "0"},
-}
+its launches recorded as CUDA graphs, which ranks do not do as they come."""
+WITHOUT: dict[str, dict[str, str]] = {"not compiled": {"MLX_DISABLE_COMPILE": "1"}}
 """Environments in which a server is tried again, in this order."""
 QUICKER = 0.85
 """Share of an all-reduce's time from which on a variant is worth a server."""

@@ -8,6 +8,7 @@ group's operations wait for all of them, and MLX can't take a rank back in.
 from __future__ import annotations
 
 import logging
+import os
 from functools import cached_property
 from queue import SimpleQueue
 from time import monotonic
@@ -130,10 +131,12 @@ class Ranks:
         self._hosts = hosts
         self._mpirun: Mpirun | None = None
         seats = list(enumerate(zip(hosts.hosts, cards(hosts), strict=True)))
+        own = groups.unrecorded(hosts.backend)
+        os.environ.update(own)
         self._followers: list[FollowerProcess] = []
         try:
             for rank, (host, variables) in seats[1:]:
-                process = FollowerProcess(rank, host, name, log_settings, variables)
+                process = FollowerProcess(rank, host, name, log_settings, variables | own)
                 self._followers.append(process)
         except OSError:
             self.close()

@@ -17,7 +17,7 @@ from spread import asking, drawn, spread_pool
 from thorough import slow
 from tiny_models import make_tiny_model
 
-from mlx_manager.mlx_server.devices.group import RankHost, RankHosts, members
+from mlx_manager.mlx_server.devices.group import RankHost, RankHosts, members, unrecorded
 from mlx_manager.mlx_server.errors import ModelLoadFailed
 from mlx_manager.mlx_server.workers.hosts import cards, command, read_hostfile
 from mlx_manager.mlx_server.workers.process import NO_LOG
@@ -54,6 +54,16 @@ def test_jaccl_is_told_as_mlx_launch_tells_it(tmp_path: Path) -> None:
         "MLX_RANK": "1",
     }
     assert json.loads(member.files["MLX_IBV_DEVICES"]) == [[None, "rdma_en5"], ["rdma_en5", None]]
+
+
+def test_ranks_by_nccl_record_no_launches_unless_the_owner_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MLX_USE_CUDA_GRAPHS", raising=False)
+    assert unrecorded("nccl") == {"MLX_USE_CUDA_GRAPHS": "0"}
+    monkeypatch.setenv("MLX_USE_CUDA_GRAPHS", "1")
+    assert unrecorded("nccl") == {"MLX_USE_CUDA_GRAPHS": "1"}
+    assert unrecorded("ring") == {}
 
 
 def test_mpi_joins_no_other_machines(tmp_path: Path) -> None:
