@@ -1,14 +1,15 @@
 """Host time of a decode step, by part, and how many launches it is; on any machine.
 
     PYTHONPATH=backend python benchmarks/host_time.py [--rows 1 32 64 128] [--steps 600]
-        [--model llama|olmo2|falcon_h1|granitemoehybrid|mamba2] [--plain]
+        [--model llama|olmo2|falcon_h1|granitemoehybrid|mamba2] [--plain] [--drafts]
 
 The engine as it runs on a GPU: a step ahead, its steps compiled, those of a llama fused, and of
 other models by mlx-lm's modules. The model is so small that it takes the device next to nothing, a
 llama's prompts are not computed, and the kernels are stand-ins of one operation each. `python` is
 the engine's own; what MLX takes to make and to queue the graph and to wait for its tokens is apart,
 and so is the event loop, whose readers do nothing but count. On a CPU MLX queues operations that a
-GPU launches together one by one, so that `queue` says how many there are and no more. In
+GPU launches together one by one, so that `queue` says how many there are and no more.
+With `--drafts` drafts are looked for, by default settings; at `--temperature 1` there are none. In
 microseconds of the thread's processor time: the smallest of all steps, and the median.
 """
 
@@ -39,6 +40,7 @@ from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.engine.kv.store import LayerShape, LayerStore
 from mlx_manager.mlx_server.engine.sampling import SamplerState
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
 from mlx_manager.mlx_server.engine.stream import LoopRow
 from mlx_manager.mlx_server.engine.text_engine import TextEngine
 from mlx_manager.mlx_server.execution.attention.paged import KeyAccess
@@ -250,7 +252,9 @@ def watch(engine: TextEngine) -> Stopwatch:
     return watch
 
 
-async def steps(runs: Forward, rows: int, count: int, temperature: float) -> list[dict[str, float]]:
+async def steps(
+    runs: Forward, rows: int, count: int, temperature: float, *, drafts: bool
+) -> list[dict[str, float]]:
     """Seconds of each step, by part."""
     engine = TextEngine(
         "stand-in",
@@ -277,6 +281,7 @@ async def steps(runs: Forward, rows: int, count: int, temperature: float) -> lis
             sampler=SamplerState.of(sampling, prompt),
             parser=OutputParser(Words(), PLAIN),
             stream=stream,
+            proposer=Proposer() if drafts else None,
         )
         engine.submit(sequence)
     for _ in range(WARM):
@@ -350,6 +355,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--model", choices=MODELS, default="llama")
     parser.add_argument("--plain", action="store_true", help="compile no steps")
+    parser.add_argument("--drafts", action="store_true", help="look for drafts")
     options = parser.parse_args()
     if options.model == "llama":
         report_launches(options.rows[-1])
@@ -360,7 +366,8 @@ def main() -> None:
     for rows in options.rows:
         compile = (lambda function: function) if options.plain else mx.compile
         runs = forward(options.model, options.layers, compile)
-        run = steps(runs, rows, options.steps, options.temperature)
+        count, temperature = options.steps, options.temperature
+        run = steps(runs, rows, count, temperature, drafts=options.drafts)
         found[rows] = asyncio.run(run)
     print(f"{'rows':10}" + "".join(f"{rows:>18}" for rows in found))
     for part in ("python", *PARTS, *APART):

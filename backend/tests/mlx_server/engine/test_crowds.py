@@ -423,7 +423,7 @@ async def test_cached_pages_are_given_to_whoever_reserves_memory(llama: Path) ->
 
 
 async def test_a_model_without_pages_has_none_to_give(tmp_path: Path) -> None:
-    async with HandRig(make_tiny_model(tmp_path / "m", "mamba2")) as rig:
+    async with HandRig(make_tiny_model(tmp_path / "m", "mamba2"), speculation="off") as rig:
         assert rig.engine.stats().page_bytes == 0
         for _ in range(3):
             row = rig.submit(prompt(50), 4)
@@ -483,7 +483,7 @@ async def test_prompts_that_are_kept_leave_room_for_many_rows(tmp_path: Path) ->
 
 @pytest.mark.parametrize("family", ["llama4", "qwen3_next"])
 async def test_a_row_that_fails_gives_back_what_it_kept(tmp_path: Path, family: str) -> None:
-    async with HandRig(make_tiny_model(tmp_path / "m", family)) as rig:
+    async with HandRig(make_tiny_model(tmp_path / "m", family), speculation="off") as rig:
         rows = [rig.submit(prompt(30, n + 1), 20) for n in range(3)]
         rig.step(5)
         assert rig.ledger.figures()["states:tiny"] == 3 * rig.forward.row_bytes
@@ -571,7 +571,7 @@ async def test_prompts_are_kept_again_after_a_crowd_that_took_all_the_memory(
     tmp_path: Path,
 ) -> None:
     folder = make_tiny_model(tmp_path / "hybrid", "qwen3_next")
-    async with HandRig(folder, memory=400_000) as rig:
+    async with HandRig(folder, memory=400_000, speculation="off") as rig:
         crowd = [rig.submit(prompt(120, n + 20), 30) for n in range(12)]
         rig.run()
         assert all([(await row.finished()).reason == "length" for row in crowd])
@@ -588,7 +588,9 @@ async def test_prompts_are_kept_again_after_a_crowd_that_took_all_the_memory(
 async def test_states_that_never_find_room_do_no_harm_where_pages_have_no_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with HandRig(make_tiny_model(tmp_path / "recurrent", "mamba2"), memory=41_000) as rig:
+    async with HandRig(
+        make_tiny_model(tmp_path / "recurrent", "mamba2"), memory=41_000, speculation="off"
+    ) as rig:
         assert rig.engine.stats().page_bytes == 0
         failures: list[Exception] = []
         monkeypatch.setattr(rig.engine, "fail", failures.append)

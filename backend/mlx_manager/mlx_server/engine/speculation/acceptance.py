@@ -63,9 +63,10 @@ class Acceptance:
             rate -= LEARNT * rate
         self.rates[method] = rate
 
-    def pass_over(self, method: Method) -> None:
-        """Note that no draft was tried in a step, since it would not have been worth it."""
-        self.rates[method] += FORGOTTEN * (EXPECTED[method] - self.rates[method])
+    def pass_over(self, method: Method, steps: int = 1) -> None:
+        """Note that no draft was tried in so many steps, since it would not have been worth it."""
+        forgotten = 1 - (1 - FORGOTTEN) ** steps
+        self.rates[method] += forgotten * (EXPECTED[method] - self.rates[method])
 
     def pass_over_model(self, method: Method, usual: float) -> None:
         """Note that a draft model's guesses, by `method`, were not tried in a step: in time, they

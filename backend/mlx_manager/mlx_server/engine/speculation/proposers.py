@@ -21,6 +21,8 @@ LEAST_IN_PREDICTION = 2
 LONGEST_MATCH = 32
 # Steps without a draft until one is looked for in one step of so many only.
 PATIENCE, SELDOM = 6, 8
+# The same, where steps are queued ahead, after ever more looks that have found nothing.
+LONGEST_APART = 32
 
 
 class SearchedTokens:
@@ -88,6 +90,8 @@ class Proposer:
     def __init__(self, prediction: Sequence[int] = ()) -> None:
         self.acceptance = Acceptance()
         self.idle = 0
+        # Step until which it was noted that nothing was tried; 0: none.
+        self._passed = 0
         # What was foreseen behind the row's first so many tokens.
         self._foreseen: tuple[int, Proposal] | None = None
         self._prediction = SearchedTokens(prediction) if prediction else None
@@ -99,6 +103,19 @@ class Proposer:
         read the row's last token before the step begins, which then can't be put together
         meanwhile."""
         return self.idle < PATIENCE or step % seldom == 0
+
+    @property
+    def rarely(self) -> int:
+        """Return in one of how many steps a draft is to be looked for, where steps are queued
+        ahead: a power of two that grows with each look in vain, so that rows are looked at in the
+        same steps."""
+        return int(min(2 << max(self.idle - PATIENCE, 0), LONGEST_APART))
+
+    def pass_over(self, row: Row, step: int) -> None:
+        """Note at a look, in so many-th a step, that no draft has been tried since the last one."""
+        if self._passed:
+            self.acceptance.pass_over(self.likeliest(row)[0], step - self._passed)
+        self._passed = step
 
     def likeliest(self, row: Row) -> tuple[Method, float]:
         """Return the way in which the draft that is likeliest to be drawn could be found, and how
@@ -113,20 +130,26 @@ class Proposer:
 
     def foresee(self, row: Row, most: int) -> Proposal | None:
         """Return at most `most` tokens that follow those of the row that the host knows; None if
-        nothing tells them. Learn from what comes after them, which need not be tried for that."""
+        nothing tells them. Learn from what comes after them, which need not be tried for that. It
+        counts as a look in vain until it turns out to be worth a try."""
         self.see(row)
         found = self.propose(row, most)
         if found is not None:
             self._foreseen = len(row.tokens), found
-        self.idle = 0 if found is not None else self.idle + 1
+        self.idle += 1
         return found
 
     def see(self, row: Row) -> None:
-        """Learn whether the token that was foreseen is the one that was drawn."""
+        """Learn how many of the tokens that were foreseen are those that were drawn."""
         if self._foreseen is not None and len(row.tokens) > self._foreseen[0]:
             place, proposal = self._foreseen
-            drawn = row.tokens[place] == proposal.tokens[0]
-            self.acceptance.learn(proposal.method, 1, int(drawn))
+            drawn = row.tokens[place : place + len(proposal.tokens)]
+            right = 0
+            for token, foreseen in zip(drawn, proposal.tokens, strict=False):
+                if token != foreseen:
+                    break
+                right += 1
+            self.acceptance.learn(proposal.method, len(drawn), right)
             self._foreseen = None
 
     def propose(self, row: Row, most: int) -> Proposal | None:

@@ -17,6 +17,7 @@ from mlx_manager.mlx_server.engine.speculation.draft import Proposal
 from mlx_manager.mlx_server.engine.speculation.draft_model import DraftModel
 from mlx_manager.mlx_server.engine.speculation.proposers import SELDOM, Proposer
 from mlx_manager.mlx_server.execution.forward import Forward
+from mlx_manager.mlx_server.execution.running import padded_rows
 
 # Drafts must give at least so many times the tokens that the batch would draw in the seconds that
 # they take, since acceptance and prices are estimates.
@@ -24,6 +25,12 @@ WORTH = 1.2
 # And where rows share a step, it may take so many times what it takes without drafts, as one with
 # prompts may (`pace.STRETCH`): rows that bring none wait for those that do.
 SLOWER = STRETCH
+# The same where steps are queued ahead: they are short, and so few rows bring drafts that nobody
+# waits for long. This is the gap that readers of running streams are promised at most.
+SLOWER_AHEAD = 4.0
+# Most rows of a step with drafts where steps are queued ahead. There, more rows are no longer next
+# to free, and what the host has to do for their drafts, it does while the device waits.
+FEW_AHEAD = 8
 # One step in so many brings no drafts, to learn what rows take without.
 PLAIN = 48
 # Seconds, as parts of a plain step's, before they are known: of a step with drafts at all, of each
@@ -41,9 +48,17 @@ LATE, LATE_LEARNT = 1 / 4, 0.1
 # Most of a plain step's seconds that rows lose on average by looking for drafts that can't be
 # foreseen and are not there.
 LOST = 1 / 50
-# First steps with drafts of so many rows that nothing is learnt from, since a device that queues
-# ahead has them compiled, and those after them whose least seconds are what learning begins with.
-COMPILED, FIRST = 8, 3
+# First steps of each size with drafts that nothing is learnt from, since a device that queues ahead
+# has them compiled, and those after them whose least seconds are what learning begins with.
+COMPILED, FIRST = 3, 3
+# A price, found by least squares of shares, is hardly moved by the few steps that take many times
+# as long, which are most of what is lost if they come again and again. So the sums of seconds are
+# compared with those of prices, each step weighing so many times the one after it, and as no more
+# than so many times its price: a step that is compiled only once ends no trying.
+SUMMED, OUTLIER = 0.95, 8.0
+# Steps, as a power of two, until prices by which nothing pays are looked at again, where steps are
+# queued ahead.
+UNLOOKED = 16
 # Steps after which prices by which nothing pays are forgotten, at first and at most.
 FORGOTTEN, LONGEST_FORGOTTEN = 128, 4096
 DRAFTS, TOKENS = 4, 8
@@ -101,8 +116,11 @@ class Speculation:
         self._rested, self._wait = 0, WAIT
         # Seconds of drafts, of each of them and of each token, by rows as a power of two.
         self._prices: dict[int, Cost] = {}
+        # Steps with drafts, by their size; and by rows, what the first ones took of their price.
         self._seen: Counter[int] = Counter()
         self._first: defaultdict[int, list[float]] = defaultdict(list)
+        # Seconds that steps took more for their drafts, and those that their prices said.
+        self._sums: dict[int, tuple[float, float]] = {}
         # Seconds that a step without drafts takes more if it is not queued ahead.
         self._late: dict[int, float] = {}
         # Whether the last step has drafts, and steps to come that have none.
@@ -110,22 +128,54 @@ class Speculation:
         self._since_plain = 0
         self._without, self._forgotten = 0, FORGOTTEN
         self._steps = 0
+        # Whether a draft is waited for: if not, no row that goes on brings one to the next step.
+        self._awaited = True
+        # Whether nothing would have paid when that was looked at last, though there was something.
+        self._poor = False
+        # Rows of a step that bore no drafts when that was looked at last.
+        self._unbearable = 0
 
     def is_likely(self, rows: Sequence[Row]) -> bool:
         """Return whether one of the running rows may bring a draft to the next step, for which all
         its tokens must be known."""
+        if self._ahead and not self._always:
+            self._awaited = not self._rests and self._is_foreseen(rows)
+            return self._awaited
         able = _able(rows)
         if not able or self._always:
             return bool(able)
         plan = self._plan(len(rows))
         if self._rests or not plan.bears(self._longest, len(able)):
             return False
-        found = self._foreseen(able, plan) if self._ahead else self._expected(able)
-        if any(plan.lengths(found)):
+        if any(plan.lengths(self._expected(able))):
             return True
-        if found and self._ahead:
-            self._forget(len(rows))
         return self._probes or bool(self._guessable(able, plan)[1])
+
+    def _is_foreseen(self, rows: Sequence[Row]) -> bool:
+        """Return whether a draft is worth waiting for, where steps are queued ahead. Whatever is
+        looked at costs each step something: first how many rows there are, then which of them are
+        to be looked at now, and only then prices and texts."""
+        if len(rows) > FEW_AHEAD:
+            return False
+        if self._unbearable == len(rows) and self._steps % UNLOOKED:
+            return False
+        able = _able(rows)
+        looked = [(row, each) for row, each in able if each.looks(self._steps, _apart(row, each))]
+        if not looked and (self._model is None or not able):
+            return False
+        plan = self._plan(len(rows))
+        self._poor = not plan.bears(self._longest, len(able))
+        self._unbearable = len(rows) if self._poor else 0
+        if self._poor:
+            return False
+        found = self._foreseen(looked, plan)
+        lengths = plan.lengths((rate, tokens) for rate, tokens, _ in found)
+        for (_, _, row), length in zip(found, lengths, strict=True):
+            # Poor drafts are looked for as seldom as none, and learnt from as a whole then.
+            if length and row.guide is None and row.proposer is not None:
+                row.proposer.idle = 0
+        self._poor = bool(found) and not any(lengths)
+        return any(lengths) or self._probes or bool(self._guessable(able, plan)[1])
 
     def _expected(self, able: Able) -> list[tuple[float, int]]:
         """Return the drafts that rows may bring, as `_Plan.lengths` takes them."""
@@ -135,25 +185,27 @@ class Speculation:
             if proposer.looks(self._steps)
         ]
 
-    def _foreseen(self, able: Able, plan: _Plan) -> list[tuple[float, int]]:
-        """Return the drafts that rows will bring if they draw next what they are expected to: to
-        look costs the host little while the device is busy, but to wait for it, much. What a
-        grammar allows is not known before."""
-        seldom = max(SELDOM, ceil(self._lost(plan.rows, plan.seconds) / (LOST * plan.seconds)))
+    def _foreseen(self, able: Able, plan: _Plan) -> list[tuple[float, int, Row]]:
+        """Return the drafts that rows will bring if they draw next what they are expected to, the
+        likeliest first: to look costs the host little while the device is busy, but to wait for it,
+        much. What a grammar allows is not known before."""
+        lost = self._lost(plan.rows, plan.seconds) / (LOST * plan.seconds)
+        seldom = SELDOM * max(ceil(lost / SELDOM), 1)
         drafts = []
         for row, proposer in able:
             left = min(self._longest, row.limit - row.drawn - 1)
             if row.outcome is not None or left < 1 or row.due > self._longest:
                 continue
+            proposer.pass_over(row, self._steps)
             if row.guide is not None:
                 if proposer.looks(self._steps, seldom):
-                    drafts.append((proposer.likeliest(row)[1], left))
-            elif proposer.looks(self._steps):
-                proposal = proposer.foresee(row, left + row.pending)
-                tokens = 0 if proposal is None else len(proposal.tokens) - row.pending
-                if proposal is not None and tokens > 0:
-                    drafts.append((_rate(row, proposal), tokens))
-        return sorted(drafts, reverse=True)
+                    drafts.append((proposer.likeliest(row)[1], left, row))
+                continue
+            proposal = proposer.foresee(row, left + row.pending)
+            tokens = 0 if proposal is None else len(proposal.tokens) - row.pending
+            if proposal is not None and tokens > 0:
+                drafts.append((_rate(row, proposal), tokens, row))
+        return sorted(drafts, key=lambda each: each[:2], reverse=True)
 
     def choose(
         self, rows: Sequence[Row], load: StepLoad, most: int, room: Room
@@ -161,6 +213,14 @@ class Speculation:
         """Return the rows that had best bring a draft to a step of this load, and their drafts, at
         most `most` tokens in all."""
         self._steps += 1
+        if self._ahead and not self._always:
+            if load.rows > FEW_AHEAD:
+                self._tried = False
+                return ()
+            if not self._awaited and all(row.pending for row in rows):
+                self._rested += 1
+                self._rest(load.rows)
+                return ()
         able = _able(rows)
         if not able:
             return ()
@@ -188,7 +248,7 @@ class Speculation:
             self._rests -= 1
         elif self._since_plain >= PLAIN:
             self._rests, self._forgotten = int(self._ahead), FORGOTTEN
-        else:
+        elif self._poor or not self._ahead:
             self._forget(rows)
         self._since_plain, self._tried = 0, False
 
@@ -199,13 +259,15 @@ class Speculation:
     def observe(self, seconds: float, load: StepLoad) -> bool:
         """Learn that a step of `load` took `seconds`, if that is due to drafts; return whether it
         is."""
+        if not load.drafts and not (load.late and self._ahead):
+            return False
         plain, kind = self._plain(load.rows), load.rows.bit_length()
         known = plain > 0 and not load.tokens
         if load.drafts:
             if known:
                 self._learn(load, plain, max(seconds - plain, plain * DRAFT))
             return True
-        if not (known and load.late and self._ahead):
+        if not known:
             return False
         before = self._lost(load.rows, plain)
         self._late[kind] = before + LATE_LEARNT * (max(seconds - plain, 0.0) - before)
@@ -216,17 +278,27 @@ class Speculation:
         amounts, kind = _amounts(load.drafting, load.drafts), load.rows.bit_length()
         price = self._price(load.rows, plain)
         if self._ahead:
-            self._seen[kind] += 1
-            number = self._seen[kind] - COMPILED
-            if number <= 0:
+            size = padded_rows(load.rows + load.drafts)
+            self._seen[size] += 1
+            if self._seen[size] <= COMPILED:
                 return
-            if number <= FIRST:
-                self._first[kind].append(more / price.of(amounts))
-                if number < FIRST:
+            first = self._first[kind]
+            if len(first) < FIRST:
+                first.append(more / price.of(amounts))
+                if len(first) < FIRST:
                     return
-                scale = min(self._first.pop(kind))
-                price = self._prices[kind] = self._presumed(load.rows, plain * scale)
+                price = self._prices[kind] = self._presumed(load.rows, plain * min(first))
         price.learn(amounts, more)
+        if self._ahead:
+            told = price.of(amounts)
+            before = self._sums.get(kind, (plain, plain))
+            counted = min(more, OUTLIER * told) if told else more
+            self._sums[kind] = SUMMED * before[0] + counted, SUMMED * before[1] + told
+
+    def _times(self, rows: int) -> float:
+        """Return how many times their prices drafts take in sum; at least 1."""
+        taken, told = self._sums.get(rows.bit_length(), (1.0, 1.0))
+        return max(taken / told, 1.0)
 
     def _lost(self, rows: int, plain: float) -> float:
         """Return the seconds that a step of so many rows takes more if it is not queued ahead."""
@@ -238,7 +310,8 @@ class Speculation:
         for row, proposer in able:
             longest = min(self._longest, row.limit - row.drawn - 1)
             if row.pending or row.outcome is not None:
-                proposer.acceptance.pass_over(proposer.likeliest(row)[0])
+                if not self._ahead:
+                    proposer.acceptance.pass_over(proposer.likeliest(row)[0])
                 continue
             proposer.see(row)
             # What a row has to see again would grow with each draft that is not drawn to its end.
@@ -381,10 +454,12 @@ class Speculation:
     def _plan(self, rows: int) -> _Plan:
         """Return the plan of a step of so many rows, which brings no draft yet."""
         plain = self._plain(rows)
-        most = plain * SLOWER if rows > 1 else inf
+        slower = SLOWER_AHEAD if self._ahead else SLOWER
+        most = plain * slower if rows > 1 else inf
         if not plain:
             return _Plan(rows, rows, 0.0, 0.0, 0.0, 0.0, most, self._sees_again)
-        step, draft, token = self._price(rows, plain).prices
+        times = self._times(rows)
+        step, draft, token = (times * price for price in self._price(rows, plain).prices)
         if self._ahead and not self._tried:
             # The step after the last one with drafts will not be queued ahead either.
             step += self._lost(rows, plain)
@@ -419,7 +494,8 @@ class Speculation:
             kind = rows.bit_length()
             self._prices.pop(kind, None)
             self._first.pop(kind, None)
-            self._seen[kind] = min(self._seen[kind], COMPILED)
+            self._sums.pop(kind, None)
+            self._unbearable = 0
             if self._model is not None:
                 self._model.forget_prices()
 
@@ -542,6 +618,12 @@ def objection(limits: EngineLimits, forward: Forward) -> str | None:
 
 def _able(rows: Sequence[Row]) -> Able:
     return [(row, row.proposer) for row in rows if row.proposer is not None]
+
+
+def _apart(row: Row, proposer: Proposer) -> int:
+    """Return in one of how many steps a row in which nothing was found is looked at again, where
+    steps are queued ahead."""
+    return proposer.rarely if row.guide is None else SELDOM
 
 
 def _rate(row: Row, proposal: Proposal) -> float:

@@ -57,11 +57,11 @@ def _little_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama", "fused"),
         # Windows, and latents, which drafts write apart from attention, too.
         pytest.param("gemma3_text", "fused", marks=slow),
-        ("glm4_moe_lite", "fused"),
+        pytest.param("glm4_moe_lite", "fused", marks=slow),
         pytest.param("gemma4_text, keys shared", "fused", marks=slow),
         pytest.param("ministral3", "fused", marks=slow),
         # Layers that keep a state in slots, and in the module's caches.
-        ("lfm2", "fused"),
+        pytest.param("lfm2", "fused", marks=slow),
         pytest.param("qwen3_5", "fused", marks=slow),
         pytest.param("falcon_h1", "separate", marks=slow),
         pytest.param("kimi_linear", "separate", marks=slow),
@@ -258,6 +258,18 @@ async def test_first_steps_with_drafts_which_are_compiled_tell_nothing(llama: Pa
         for _ in range(30):
             speculation.observe(50.0, StepLoad(1, late=True).with_draft(8))
         assert not likely(speculation, row)
+
+
+@pytest.mark.parametrize(("apart", "pays"), [(1000, True), (3, False)])
+async def test_steps_that_are_slow_again_and_again_count_in_full(
+    apart: int, pays: bool, llama: Path
+) -> None:
+    async with HandRig(llama) as rig:
+        row, speculation = unread(rig, list(range(1, 90)), 30), of()
+        for step in range(1, 100):
+            more = 25.0 if step % apart == 0 else 2.5
+            speculation.observe(1.0 + more, StepLoad(1, late=True).with_draft(8))
+        assert likely(speculation, row) is pays
 
 
 def chosen(speculation: Speculation, row: Row) -> int:
