@@ -19,6 +19,7 @@ from mlx_manager.mlx_server.engine.memory.working import WorkingMemory
 from mlx_manager.mlx_server.engine.pictures.pictures import Pictures
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.speculation.speculation import FEW
 from mlx_manager.mlx_server.execution.forward import Forward
 from mlx_manager.mlx_server.utils.memory import Ledger, Relief, clear_cache, shares_memory
 from mlx_manager.mlx_server.utils.pressure import Pressure
@@ -77,10 +78,15 @@ class EngineMemory:
             Line(ledger, f"{kind}:{name}") for kind in ("pages", "states", "snapshots")
         )
         self.pool = PagePool(limits.page_size, prefix_cache=limits.prefix_cache)
-        # A row that brings a draft keeps a state more than a step and the next one take.
         drafting = limits.speculation != "off" and forward.prefixes == "snapshot"
-        row_bytes = forward.row_bytes + (forward.row_bytes // 2 if drafting else 0)
-        self.states = StateMemory(states, row_bytes + beside, limits.max_rows)
+        self.states = StateMemory(
+            states,
+            forward.row_bytes + beside,
+            limits.max_rows,
+            # A row that brings a draft keeps a state more than a step and the next one take.
+            copy_bytes=forward.row_bytes // 2 if drafting else 0,
+            copies=limits.max_rows if limits.speculation == "on" else FEW,
+        )
         # Layers of different sizes have different groups.
         self.kv_format = ", ".join(sorted({store.format for store in forward.stores}))
         self._forwards = [forward] if draft is None else [forward, draft]

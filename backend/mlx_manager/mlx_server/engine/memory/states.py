@@ -13,21 +13,27 @@ class StateMemory:
         line: `states:<model>`.
         row_bytes: bytes of one row's state.
         max_rows: most rows that there may be.
+        copy_bytes: bytes of the copy of a state that a row with a draft keeps.
+        copies: most such rows of a step.
 
     Attributes:
         lacking: whether the last row that came found no memory for its state.
     """
 
-    def __init__(self, line: Line, row_bytes: int, max_rows: int) -> None:
+    def __init__(
+        self, line: Line, row_bytes: int, max_rows: int, *, copy_bytes: int = 0, copies: int = 0
+    ) -> None:
         self.line = line
         self.row_bytes = row_bytes
         self.lacking = False
-        self._most = row_bytes * max_rows
+        self._copy_bytes, self._copies = copy_bytes, copies
+        self._most = self._bytes_of(max_rows)
         self._rows: set[int] = set()
 
     def enter(self, sequence: Sequence) -> bool:
         """Reserve a row's state; return whether the ledger grants it."""
-        self.lacking = not self.line.reserve(self.row_bytes)
+        more = self._bytes_of(len(self._rows) + 1) - self._held
+        self.lacking = not self.line.reserve(more)
         if not self.lacking:
             self._rows.add(sequence.key)
         return not self.lacking
@@ -55,4 +61,7 @@ class StateMemory:
 
     @property
     def _held(self) -> int:
-        return self.row_bytes * len(self._rows)
+        return self._bytes_of(len(self._rows))
+
+    def _bytes_of(self, rows: int) -> int:
+        return self.row_bytes * rows + self._copy_bytes * min(rows, self._copies)

@@ -28,9 +28,10 @@ SLOWER = STRETCH
 # The same where steps are queued ahead: they are short, and so few rows bring drafts that nobody
 # waits for long. This is the gap that readers of running streams are promised at most.
 SLOWER_AHEAD = 4.0
-# Most rows of a step with drafts where steps are queued ahead. There, more rows are no longer next
-# to free, and what the host has to do for their drafts, it does while the device waits.
-FEW_AHEAD = 8
+# Most rows of a step with drafts where steps are queued ahead, and where rows keep copies of states
+# for them. With the first, more rows are no longer next to free, and what the host has to do for
+# their drafts, it does while the device waits.
+FEW = 8
 # One step in so many brings no drafts, to learn what rows take without.
 PLAIN = 48
 # Seconds, as parts of a plain step's, before they are known: of a step with drafts at all, of each
@@ -144,6 +145,8 @@ class Speculation:
         able = _able(rows)
         if not able or self._always:
             return bool(able)
+        if self._sees_again and len(rows) > FEW:
+            return False
         plan = self._plan(len(rows))
         if self._rests or not plan.bears(self._longest, len(able)):
             return False
@@ -155,7 +158,7 @@ class Speculation:
         """Return whether a draft is worth waiting for, where steps are queued ahead. Whatever is
         looked at costs each step something: first how many rows there are, then which of them are
         to be looked at now, and only then prices and texts."""
-        if len(rows) > FEW_AHEAD:
+        if len(rows) > FEW:
             return False
         if self._unbearable == len(rows) and self._steps % UNLOOKED:
             return False
@@ -213,14 +216,14 @@ class Speculation:
         """Return the rows that had best bring a draft to a step of this load, and their drafts, at
         most `most` tokens in all."""
         self._steps += 1
-        if self._ahead and not self._always:
-            if load.rows > FEW_AHEAD:
-                self._tried = False
-                return ()
-            if not self._awaited and all(row.pending for row in rows):
-                self._rested += 1
-                self._rest(load.rows)
-                return ()
+        if (self._ahead or self._sees_again) and not self._always and load.rows > FEW:
+            self._tried = False
+            return ()
+        waited = self._awaited or not all(row.pending for row in rows)
+        if self._ahead and not self._always and not waited:
+            self._rested += 1
+            self._rest(load.rows)
+            return ()
         able = _able(rows)
         if not able:
             return ()

@@ -13,7 +13,7 @@ from engine.rig import HandRig, prompt
 from mlx_manager.mlx_server.engine.scheduler.load import StepLoad
 from mlx_manager.mlx_server.engine.sequence import Sequence
 from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
-from mlx_manager.mlx_server.engine.speculation.speculation import FEW_AHEAD, Speculation
+from mlx_manager.mlx_server.engine.speculation.speculation import FEW, Speculation
 from mlx_manager.mlx_server.execution.running import padded_rows
 
 TOKENS, LONGEST = 128, 8
@@ -153,9 +153,9 @@ async def test_drafts_are_tried_where_they_gain_and_cost_nothing_elsewhere(
 async def test_a_crowd_tries_nothing_where_steps_are_queued_ahead(llama: Path) -> None:
     async with HandRig(llama) as rig:
         tried = {}
-        for rows in (FEW_AHEAD, FEW_AHEAD + 1):
+        for rows in (FEW, FEW + 1):
             simulated = Simulated(rig)
             simulated.gain(rows)
             tried[rows] = simulated.tried
-        assert tried[FEW_AHEAD] > 0
-        assert tried[FEW_AHEAD + 1] == 0
+        assert tried[FEW] > 0
+        assert tried[FEW + 1] == 0
