@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from graphlib import TopologicalSorter
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -16,10 +17,7 @@ from mlx_manager.mlx_server.settings import TABLE
 
 BACKEND = Path(__file__).parent.parent
 SERVER = BACKEND / "mlx_manager" / "mlx_server"
-TREES = {
-    path.relative_to(SERVER).as_posix(): ast.parse(path.read_text())
-    for path in sorted(SERVER.rglob("*.py"))
-}
+PATHS = {path.relative_to(SERVER).as_posix(): path for path in sorted(SERVER.rglob("*.py"))}
 
 LEAVES = {
     *("address", "core", "errors", "config", "limits", "settings", "timeline", "defaults"),
@@ -81,7 +79,7 @@ ROOMS = {
     },
     **{
         path: "families"
-        for path in TREES
+        for path in PATHS
         if path.startswith("models/families/")
         or path in {"models/family.py", "models/module_facts.py"}
     },
@@ -130,6 +128,12 @@ def imports(tree: ast.Module) -> Iterator[str]:
         todo += ast.iter_child_nodes(node)
 
 
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Seconds, which a process that runs other files' tests has no use for."""
+    return {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
+
+
 def room(path: str) -> str:
     return ROOMS.get(path) or path.split("/", maxsplit=1)[0].removesuffix(".py")
 
@@ -139,14 +143,14 @@ def room_of(module: str) -> str:
     parts = module.split(".")
     paths = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
     names = (path + end for path in paths for end in (".py", "/__init__.py"))
-    return next((room(path) for path in names if path in TREES), parts[0])
+    return next((room(path) for path in names if path in PATHS), parts[0])
 
 
 def test_imports_point_one_way() -> None:
     prefix = "mlx_manager.mlx_server."
     wrong = [
         f"{path} imports {name}"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for name in imports(tree)
         if name.startswith(prefix) and room(path) not in {"main", "__init__"}
         if room_of(name.removeprefix(prefix)) not in MAY_IMPORT[room(path)] | {room(path)}
@@ -173,7 +177,7 @@ def packages_of(module: str) -> set[str]:
 def test_every_module_can_be_the_first_that_is_imported() -> None:
     modules = {
         "mlx_manager.mlx_server." + path.removesuffix(".py").replace("/", "."): tree
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
     }
     modules = {name.removesuffix(".__init__"): tree for name, tree in modules.items()}
     needs: dict[str, set[str]] = {}
@@ -190,7 +194,7 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
     """Wire types are named as the protocols name them, and layers as their checkpoints do."""
     named = Counter(
         node.name
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         if not path.startswith(("schemas/", "encoders/architectures/", "vision/towers/"))
         for node in tree.body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
@@ -208,7 +212,7 @@ def test_mlx_and_fastapi_stay_in_their_rooms() -> None:
     }
     wrong = [
         f"{path} imports {name}"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for name in imports(tree)
         if not path.startswith(rooms.get(name.split(".")[0], ("",)))
         or (name.split(".")[0] in {"mlx", "mlx_lm", "transformers"} and path in WITHOUT_MLX)
@@ -244,7 +248,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun_phrase() -> None:
 def test_functions_are_short() -> None:
     wrong = [
         f"{path}: {node.name} has {length} lines"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if (length := (node.end_lineno or 0) - node.lineno + 1) > LONGEST_FUNCTION
@@ -255,7 +259,7 @@ def test_functions_are_short() -> None:
 def test_only_the_three_top_levels_catch_everything() -> None:
     wrong = [
         f"{path}:{node.lineno}"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ExceptHandler) and path not in CATCH_ALL
         if node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"}

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from other_server import OtherServer
+from thorough import slow
 
 from mlx_manager.bench.exchange import Outcome, read
 from mlx_manager.bench.load import Measured
@@ -41,6 +42,7 @@ def test_our_server_under_load(run, server: str) -> None:
     assert found["end_to_end_ms"]["mean"] >= found["time_to_first_token_ms"]["mean"]
 
 
+@slow
 def test_prompts_have_the_length_where_as_many_words_would_be_too_long(run, server: str) -> None:
     wanted = ("--prompt-tokens", "6000", "--output-tokens", "1")
     done = run("bench", "--url", server, "-n", "1", "--warmup", "0", *wanted, "--json")

@@ -44,7 +44,9 @@ def test_letters_that_a_terminal_lacks_are_question_marks(environment: dict[str,
     assert b"? port" in done.stdout
 
 
-@pytest.mark.parametrize("command", [["doctor", "--port", "0"], ["ps"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["doctor", "--port", "0"], pytest.param(["ps"], marks=slow)], ids=" ".join
+)
 def test_a_terminal_has_no_colours_where_none_are_wanted(
     environment: dict[str, str], command: list[str]
 ) -> None:

@@ -15,8 +15,8 @@ from live import live_server
 from thorough import ALL, slow
 from tiny_models import make_tiny_model
 
-ROUNDS = 50 if ALL else 2
-WARMUP = 2
+ROUNDS = 50 if ALL else 1
+WARMUP = 2 if ALL else 1
 """Rounds after which the server has what it keeps."""
 GROWTH = 4 * 2**20
 """Bytes that an allocator may keep more of; a leak of 100 KB a round shows in 50."""

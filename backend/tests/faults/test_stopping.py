@@ -58,7 +58,7 @@ async def refused(http: httpx.AsyncClient, path: str) -> httpx.Response:
     return response
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGTERM, marks=slow), signal.SIGINT])
 async def test_after_sigterm_or_ctrl_c_running_answers_finish_and_new_ones_are_refused(
     tmp_path: Path, sent: signal.Signals
 ):

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import LiveServer, live_server
+from here import served_here
 
 from mlx_manager.mlx_server.services.keys import add_key
 
@@ -19,14 +19,8 @@ DEMO = "mlx-manager/demo"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with live_server(tmp_path_factory.mktemp("salt") / "log") as live:
-        yield live
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+def client() -> Iterator[httpx.Client]:
+    with served_here() as client:
         yield client
 
 
@@ -140,10 +134,7 @@ def test_a_key_with_own_prefixes_finds_its_own_and_nobody_else_does(tmp_path: Pa
     headers = {
         name: {"authorization": f"Bearer {add_key(file, name, of)}"} for name, of in limits.items()
     }
-    with (
-        live_server(tmp_path / "log", api_keys_file=file) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with served_here(api_keys_file=file) as client:
 
         def cached(name: str, **how: Any) -> int:
             return chat(client, text_of("keys"), how, headers=headers[name])
@@ -169,10 +160,7 @@ def test_the_setting_holds_for_keys_that_say_nothing(tmp_path: Path) -> None:
     headers = {
         name: {"authorization": f"Bearer {add_key(file, name, of)}"} for name, of in limits.items()
     }
-    with (
-        live_server(tmp_path / "log", api_keys_file=file, key_own_prefixes=True) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with served_here(api_keys_file=file, key_own_prefixes=True) as client:
 
         def cached(name: str) -> int:
             return chat(client, text_of("keys"), {}, headers=headers[name])

@@ -24,7 +24,7 @@ PATHS: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/responses": ({"input": "Ä"}, "max_output_tokens"),
     "/v1/messages": ({"messages": SAID}, "max_tokens"),
 }
-LONGEST = 40
+LONGEST = 24
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from live import PROGRAM, LiveServer, live_server
+from here import served_here
 from test_speculation import DEMO, FORM, WAYS, chat, counter, said
 from thorough import slow
 from tiny_models import make_tiny_model
 
+from mlx_manager.cli.server.ps import print_models
 from mlx_manager.demo_model import demo_model_path
 
 SETTINGS = f"""
@@ -57,7 +57,7 @@ draft_model = "bytes"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("draft_model")
     models = folder / "models"
     size = json.loads((demo_model_path() / "config.json").read_text())["vocab_size"]
@@ -69,15 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     make_tiny_model(models / "alone", "gpt_bigcode")
     file = folder / "models.toml"
     file.write_text(SETTINGS)
-    with live_server(
-        folder / "log", models_file=file, models_dir=models, speculation="on", max_models=4
-    ) as live:
-        yield live
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with served_here(models_file=file, models_dir=models, speculation="on", max_models=4) as client:
         yield client
 
 
@@ -97,7 +89,7 @@ def test_an_answer_is_the_same_with_a_draft_model(
 
 
 def test_all_that_a_model_guesses_of_itself_is_accepted(
-    server: LiveServer, client: httpx.Client
+    client: httpx.Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [f"spec_decode_num_{what}" for what in ("draft_tokens", "accepted_tokens")]
     chat(client, "twin", temperature=0, max_tokens=1)
@@ -110,9 +102,8 @@ def test_all_that_a_model_guesses_of_itself_is_accepted(
     model = described(client, "twin")
     assert model["draft_model"] == DEMO
     assert model["memory"]["draft"] == model["memory"]["weights"] > 0
-    shown = subprocess.run(
-        [PROGRAM, "ps", "--url", server.url], capture_output=True, text=True, check=True
-    ).stdout
+    print_models([model], [])
+    shown = capsys.readouterr().out
     assert "draft model" in shown
     assert any(line.split()[:1] == ["twin"] and DEMO in line for line in shown.splitlines())
 
@@ -168,18 +159,17 @@ def test_a_model_that_takes_no_drafts_is_loaded_without(client: httpx.Client) ->
 
 
 @slow
-def test_the_servers_draft_model_is_for_models_with_its_tokenizer(tmp_path: Path) -> None:
+def test_the_servers_draft_model_is_for_models_with_its_tokenizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     models = tmp_path / "models"
     make_tiny_model(models / "small", "llama", seed=1)
     make_tiny_model(models / "large", "llama", seed=2)
-    log = tmp_path / "log"
     settings = {"models_dir": models, "draft_model": "small", "speculation": "on"}
-    with (
-        live_server(log, **settings) as live,
-        httpx.Client(base_url=live.url, timeout=60) as client,
-    ):
+    with served_here(**settings) as client:
         for model in (DEMO, "small", "large"):
             chat(client, model, temperature=0, max_tokens=12)
         found = {name: described(client, name)["draft_model"] for name in (DEMO, "small", "large")}
     assert found == {DEMO: None, "small": None, "large": "small"}
-    assert f"{DEMO} is loaded without a draft model: small can't draft for" in log.read_text()
+    assert f"{DEMO} is loaded without a draft model: small can't draft for" in caplog.text

@@ -11,7 +11,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from live import LiveServer, live_server
+from here import served_here
 
 from mlx_manager.mlx_server.main import create_app
 
@@ -24,18 +24,14 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    log = tmp_path_factory.mktemp("expectations") / "log.txt"
-    with live_server(log) as running:
-        yield running
-    text = log.read_text()
-    assert "Traceback" not in text, text
-
-
-@pytest.fixture(scope="module")
-def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=300) as client:
+def http() -> Iterator[httpx.Client]:
+    with served_here() as client:
         yield client
+
+
+def gpt_of(http: httpx.Client) -> openai.OpenAI:
+    url = f"{http.base_url}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
 
 
 def says(text: str) -> list[dict[str, Any]]:
@@ -336,7 +332,7 @@ def without_ids(response: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("tool", "kind"), CLIENTS_TOOLS)
 def test_what_openais_package_accumulates_of_a_clients_tool_is_what_is_answered_whole(
-    server: LiveServer, tool: dict[str, Any], kind: str
+    http: httpx.Client, tool: dict[str, Any], kind: str
 ):
     choice = {key: tool[key] for key in ("type", "name") if key in tool}
     asked: dict[str, Any] = {
@@ -347,10 +343,10 @@ def test_what_openais_package_accumulates_of_a_clients_tool_is_what_is_answered_
         "max_output_tokens": 60,
         "temperature": 0,
     }
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-        whole = client.responses.create(**asked)
-        with client.responses.stream(**asked) as stream:
-            streamed = stream.get_final_response()
+    client = gpt_of(http)
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        streamed = stream.get_final_response()
     assert without_ids(streamed) == without_ids(whole)
     assert [item.type for item in streamed.output] == [kind]
 
@@ -839,15 +835,15 @@ def test_a_response_that_failed_ends_with_done_too(http: httpx.Client):
     assert data(last)["type"] in ("response.failed", "response.completed")
 
 
-def test_only_what_is_answered_in_the_background_can_be_cancelled(server: LiveServer):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as gpt:
-        made = gpt.responses.create(model=MODEL, input="hi", max_output_tokens=2)
-        with pytest.raises(openai.BadRequestError) as caught:
-            gpt.responses.cancel(made.id)
-        assert caught.value.body["message"] == "Cannot cancel a synchronous response."  # type: ignore[index]
-        assert caught.value.type == "invalid_request_error"
-        with pytest.raises(openai.NotFoundError, match="resp_unknown"):
-            gpt.responses.cancel("resp_unknown")
+def test_only_what_is_answered_in_the_background_can_be_cancelled(http: httpx.Client):
+    gpt = gpt_of(http)
+    made = gpt.responses.create(model=MODEL, input="hi", max_output_tokens=2)
+    with pytest.raises(openai.BadRequestError) as caught:
+        gpt.responses.cancel(made.id)
+    assert caught.value.body["message"] == "Cannot cancel a synchronous response."  # type: ignore[index]
+    assert caught.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError, match="resp_unknown"):
+        gpt.responses.cancel("resp_unknown")
 
 
 def test_models_tell_their_context_by_vllms_name(http: httpx.Client):
@@ -959,24 +955,25 @@ def test_nothing_is_counted_as_newly_kept_unless_that_is_asked_for(http: httpx.C
     assert usage[0] > 100
 
 
-def test_the_sdks_read_what_is_new(server: LiveServer):
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as claude:
-        made = claude.messages.create(
-            model=MODEL,
-            max_tokens=2,
-            messages=[{"role": "user", "content": "Said to an SDK alone. " * 20}],
-            cache_control={"type": "ephemeral"},
+def test_the_sdks_read_what_is_new(http: httpx.Client):
+    url = str(http.base_url)
+    claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, http_client=http)
+    made = claude.messages.create(
+        model=MODEL,
+        max_tokens=2,
+        messages=[{"role": "user", "content": "Said to an SDK alone. " * 20}],
+        cache_control={"type": "ephemeral"},
+    )
+    assert (made.usage.cache_creation_input_tokens or 0) > 50
+    gpt = gpt_of(http)
+    chunks = list(
+        gpt.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=3, stream=True
         )
-        assert (made.usage.cache_creation_input_tokens or 0) > 50
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as gpt:
-        chunks = list(
-            gpt.chat.completions.create(
-                model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=3, stream=True
-            )
-        )
-        assert {chunk.system_fingerprint for chunk in chunks} != {None}
-        with gpt.responses.stream(model=MODEL, input="hi") as stream:
-            assert stream.get_final_response().status == "completed"
+    )
+    assert {chunk.system_fingerprint for chunk in chunks} != {None}
+    with gpt.responses.stream(model=MODEL, input="hi") as stream:
+        assert stream.get_final_response().status == "completed"
 
 
 # An app that was not started

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import mlx.core as mx
 import pytest
-from live import LiveServer, live_server
+from here import served_here
 from mlx_lm.utils import load_model, load_tokenizer
 from thorough import slow
 from tiny_models import make_tiny_model
@@ -55,18 +55,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("kv_bits")
     (folder / "models.toml").write_text(SETTINGS)
     make_tiny_model(folder / "models" / "latent", "deepseek_v3")
     settings = {"models_file": folder / "models.toml", "models_dir": folder / "models"}
-    with live_server(folder / "log", speculation="on", **settings) as live:
-        yield live
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with served_here(speculation="on", **settings) as client:
         yield client
 
 

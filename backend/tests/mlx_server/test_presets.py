@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import LiveServer, live_server
+from here import served_here
 
 from mlx_manager.mlx_server.config import DEMO_MODEL as DEMO
 from mlx_manager.mlx_server.config import EMBEDDED
@@ -28,17 +28,10 @@ STOP = "How do I stop the server?"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("presets")
-    file = folder / "models.toml"
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    file = tmp_path_factory.mktemp("presets") / "models.toml"
     file.write_text(SETTINGS)
-    with live_server(folder / "log", models_file=file) as live:
-        yield live
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with served_here(models_file=file) as client:
         yield client
 
 

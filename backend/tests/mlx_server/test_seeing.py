@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import live_server
+from here import served_here
 from thorough import slow
 from tiny_vision import SEEING, make_seeing_model, picture
 
@@ -25,13 +25,12 @@ KINDS = [
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     models = tmp_path_factory.mktemp("models")
     for kind in SEEING:
         make_seeing_model(models / kind, kind)
-    log = tmp_path_factory.mktemp("log") / "errors"
-    with live_server(log, models_dir=models, open_access=True) as live:
-        yield live.url
+    with served_here(models_dir=models) as client:
+        yield client
 
 
 def shown(width: int, height: int, seed: int = 0) -> dict[str, Any]:
@@ -48,8 +47,8 @@ def body(kind: str, *content: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"model": kind, "messages": messages, "max_tokens": 12, "temperature": 0, **more}
 
 
-def asked(url: str, given: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(f"{url}/v1/chat/completions", json=given, timeout=120)
+def asked(client: httpx.Client, given: dict[str, Any]) -> dict[str, Any]:
+    answer = client.post("/v1/chat/completions", json=given)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -60,11 +59,10 @@ def scored(answer: dict[str, Any]) -> list[tuple[str, float]]:
     return [(token["token"], token["logprob"]) for token in tokens]
 
 
-def streamed(url: str, given: dict[str, Any]) -> str:
+def streamed(client: httpx.Client, given: dict[str, Any]) -> str:
     text = ""
-    with httpx.stream(
-        "POST", f"{url}/v1/chat/completions", json=given | {"stream": True}, timeout=120
-    ) as answer:
+    given = given | {"stream": True}
+    with client.stream("POST", "/v1/chat/completions", json=given) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 chunk = json.loads(line.removeprefix("data: "))
@@ -73,26 +71,26 @@ def streamed(url: str, given: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_that_sees_answers_the_same_in_any_company(kind: str, server: str) -> None:
+def test_a_model_that_sees_answers_the_same_in_any_company(kind: str, client: httpx.Client) -> None:
     requests = [
         body(kind, said("word1 "), shown(100, 60), said(" what is it?"), logprobs=True),
         body(kind, said("no picture at all"), logprobs=True),
         body(kind, shown(30, 31, 1), shown(100, 60), said("two"), logprobs=True),
         body(kind, shown(20, 90, 2), said("x " * 300), logprobs=True),
     ]
-    alone = [asked(server, each) for each in requests]
+    alone = [asked(client, each) for each in requests]
     with ThreadPoolExecutor(len(requests)) as several:
-        together = list(several.map(lambda each: asked(server, each), requests))
+        together = list(several.map(lambda each: asked(client, each), requests))
     for one, other in zip(alone, together, strict=True):
         assert one["choices"][0]["message"] == other["choices"][0]["message"]
         assert one["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"]
         for (token, before), (again, after) in zip(scored(one), scored(other), strict=True):
             assert (token, before) == (again, pytest.approx(after, abs=1e-3))
-    assert streamed(server, requests[0]) == alone[0]["choices"][0]["message"]["content"]
+    assert streamed(client, requests[0]) == alone[0]["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_second_question_finds_the_picture_in_the_cache(kind: str, server: str) -> None:
+def test_a_second_question_finds_the_picture_in_the_cache(kind: str, client: httpx.Client) -> None:
     """And another picture of the same size does not pass for it."""
 
     def then(seed: int) -> dict[str, Any]:
@@ -101,20 +99,20 @@ def test_a_second_question_finds_the_picture_in_the_cache(kind: str, server: str
         more = [answer, {"role": "user", "content": "And two?"}]
         return begun | {"messages": begun["messages"] + more}
 
-    first = asked(server, body(kind, said(f"{kind} "), shown(64, 64, 3), said(" one?")))
+    first = asked(client, body(kind, said(f"{kind} "), shown(64, 64, 3), said(" one?")))
     text = first["choices"][0]["message"]["content"] or "None."
-    counts = [asked(server, then(seed))["usage"] for seed in (3, 4)]
+    counts = [asked(client, then(seed))["usage"] for seed in (3, 4)]
     cached, others = (usage["prompt_tokens_details"]["cached_tokens"] for usage in counts)
     assert cached >= first["usage"]["prompt_tokens"] - 32
     assert others < 32
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_pictures_have_other_answers(kind: str, server: str) -> None:
+def test_other_pictures_have_other_answers(kind: str, client: httpx.Client) -> None:
     answers = [
         scored(
             asked(
-                server,
+                client,
                 body(kind, shown(64, 64, seed), said("?"), logprobs=True, min_tokens=4),
             )
         )
@@ -124,22 +122,22 @@ def test_other_pictures_have_other_answers(kind: str, server: str) -> None:
     assert answers[0][0][1] != pytest.approx(answers[1][0][1], abs=1e-4)
 
 
-def test_cards_tell_that_pictures_are_taken(server: str) -> None:
-    cards = httpx.get(f"{server}/v1/models").json()["data"]
+def test_cards_tell_that_pictures_are_taken(client: httpx.Client) -> None:
+    cards = client.get("/v1/models").json()["data"]
     assert {card["id"] for card in cards if "image" in card["input_modalities"]} == {
         *SEEING,
         DEMO_VISION_MODEL,
     }
 
 
-def test_a_literal_placeholder_is_text_over_http(server: str) -> None:
-    plain = asked(server, body("smolvlm", said("<imago>"), max_tokens=1))
-    literal = asked(server, body("smolvlm", said("<image>"), max_tokens=1))
+def test_a_literal_placeholder_is_text_over_http(client: httpx.Client) -> None:
+    plain = asked(client, body("smolvlm", said("<imago>"), max_tokens=1))
+    literal = asked(client, body("smolvlm", said("<image>"), max_tokens=1))
     assert literal["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
 
 
-def test_a_prompt_that_is_too_long_with_its_pictures_is_refused(server: str) -> None:
+def test_a_prompt_that_is_too_long_with_its_pictures_is_refused(client: httpx.Client) -> None:
     given = body("smolvlm", *[shown(100, 60)] * 30)
-    answer = httpx.post(f"{server}/v1/chat/completions", json=given, timeout=60)
+    answer = client.post("/v1/chat/completions", json=given)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"

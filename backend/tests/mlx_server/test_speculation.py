@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import LiveServer, live_server
+from here import served_here
 
 DEMO = "mlx-manager/demo"
 SETTINGS = f"""
@@ -59,17 +59,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("speculation")
-    file = folder / "models.toml"
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    file = tmp_path_factory.mktemp("speculation") / "models.toml"
     file.write_text(SETTINGS)
-    with live_server(folder / "log", models_file=file, speculation="on") as live:
-        yield live
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with served_here(models_file=file, speculation="on") as client:
         yield client
 
 

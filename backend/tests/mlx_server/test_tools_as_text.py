@@ -16,7 +16,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from live import LiveServer, live_server
+from here import served_here
 
 import mlx_manager.demo_model
 
@@ -51,31 +51,30 @@ RESULT = '{"temperature": 21}'
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("models")
     demo = Path(mlx_manager.demo_model.__file__).parent
     shutil.copytree(demo, folder / MODEL, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     (folder / MODEL / "chat_template.jinja").write_text(TEMPLATE)
-    with live_server(folder / "log.txt", models_dir=folder) as running:
-        yield running
-    assert "Traceback" not in (folder / "log.txt").read_text()
-
-
-@pytest.fixture(scope="module")
-def gpt(server: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with served_here(models_dir=folder) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def claude(server: LiveServer) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-        yield client
+def gpt(server: httpx.Client) -> openai.OpenAI:
+    url = f"{server.base_url}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=server)
 
 
-def prompt(server: LiveServer, messages: list[Any], **more: Any) -> str:
+@pytest.fixture(scope="module")
+def claude(server: httpx.Client) -> anthropic.Anthropic:
+    url = str(server.base_url)
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, http_client=server)
+
+
+def prompt(server: httpx.Client, messages: list[Any], **more: Any) -> str:
     body = {"model": MODEL, "messages": messages, **more}
-    answer = httpx.post(f"{server.url}/v1/apply-template", json=body, timeout=60)
+    answer = server.post("/v1/apply-template", json=body)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["prompt"])
 
@@ -85,7 +84,7 @@ def prompt(server: LiveServer, messages: list[Any], **more: Any) -> str:
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
 )
 def test_a_call_is_made_and_answered_by_chat(
-    gpt: openai.OpenAI, server: LiveServer, choice: Any, streamed: bool
+    gpt: openai.OpenAI, server: httpx.Client, choice: Any, streamed: bool
 ) -> None:
     asked: dict[str, Any] = {"model": MODEL, "tools": CHAT_TOOLS, "max_tokens": 200, "seed": 1}
     asked["parallel_tool_calls"] = False

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from live import PROGRAM, LiveServer, live_server
+from here import served_here
 from minilm import minilm_folder
 from pictures import data_url
 from thorough import slow
@@ -19,6 +18,8 @@ from tiny_models import make_tiny_model
 from tiny_vision import make_seeing_model, picture
 
 from mlx_manager import demo_model
+from mlx_manager.mlx_server.errors import InvalidSettings
+from mlx_manager.mlx_server.models.settings import read_models_file
 
 DEMO = "mlx-manager/demo"
 TOKEN = "the owner's"
@@ -46,7 +47,7 @@ warm = ["preset.txt"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("warm")
     (folder / "texts").mkdir()
     (folder / "preamble.txt").write_text(PREAMBLE)
@@ -54,13 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     (folder / "preset.txt").write_text(f"Preset. {PREAMBLE}")
     (folder / "models.toml").write_text(SETTINGS)
     settings = {"models_file": folder / "models.toml", "admin_token": TOKEN}
-    with live_server(folder / "log", **settings) as live:
-        yield live
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with served_here(**settings) as client:
         yield client
 
 
@@ -104,18 +99,17 @@ def test_a_preset_s_file_stands_behind_its_own_system_text(client: httpx.Client)
         ("empty", b" \n", "must be a file with a text in it"),
     ],
 )
-def test_a_file_that_cannot_be_read_ends_the_start_by_name(
+def test_a_file_that_cannot_be_read_is_refused_by_name(
     name: str, content: bytes | None, wrong: str, tmp_path: Path
 ) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     settings = tmp_path / "models.toml"
     settings.write_text(f'[models."{DEMO}"]\nwarm = ["{name}"]\n')
-    command = [str(PROGRAM), "serve", "--port", "0", "--models-file", str(settings)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode != 0
-    assert f'models."{DEMO}".warm.0: {wrong}' in done.stderr
-    assert name in done.stderr
+    with pytest.raises(InvalidSettings) as refused:
+        read_models_file(settings)
+    assert f'models."{DEMO}".warm.0: {wrong}' in str(refused.value)
+    assert name in str(refused.value)
 
 
 def test_a_file_that_has_gone_or_is_too_long_fails_the_load_by_name(tmp_path: Path) -> None:
@@ -124,10 +118,7 @@ def test_a_file_that_has_gone_or_is_too_long_fails_the_load_by_name(tmp_path: Pa
     text.write_text(PREAMBLE)
     settings.write_text('[models.small]\ncontext_length = 64\nwarm = ["text.txt"]\n')
     options = {"models_dir": tmp_path / "models", "models_file": settings}
-    with (
-        live_server(tmp_path / "log", **options) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with served_here(**options) as client:
         for wrong in ("64", "No such file"):
             failed = client.post("/v1/admin/models/load", json={"model": "small"})
             assert failed.status_code >= 400
@@ -150,10 +141,7 @@ def test_a_model_without_a_chat_template_reads_the_beginning_of_prompts(tmp_path
     settings = tmp_path / "models.toml"
     settings.write_text('[models.raw]\nwarm = ["text.txt"]\n')
     options = {"models_dir": tmp_path / "models", "models_file": settings}
-    with (
-        live_server(tmp_path / "log", **options) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with served_here(**options) as client:
         body = {"model": "raw", "prompt": f"{PREAMBLE} Go on.", "max_tokens": 1}
         usage = client.post("/v1/completions", json=body).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] > LEAST
@@ -165,10 +153,7 @@ def test_a_model_that_generates_nothing_has_nothing_to_read_ahead(tmp_path: Path
     (tmp_path / "text.txt").write_text(PREAMBLE)
     settings = tmp_path / "models.toml"
     settings.write_text(f'[models.vectors]\nbase = "{folder}"\nwarm = ["text.txt"]\n')
-    with (
-        live_server(tmp_path / "log", models_file=settings) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with served_here(models_file=settings) as client:
         failed = client.post("/v1/embeddings", json={"model": "vectors", "input": "x"})
         assert failed.status_code >= 400
         assert "generates no text" in failed.json()["error"]["message"]
@@ -240,19 +225,18 @@ def test_what_cannot_be_read_is_refused_by_name(
 
 
 @slow
-def test_where_nothing_is_kept_nothing_is_read_ahead(tmp_path: Path) -> None:
+def test_where_nothing_is_kept_nothing_is_read_ahead(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "text.txt").write_text(PREAMBLE)
     (tmp_path / "models.toml").write_text(f'[models."{DEMO}"]\nwarm = ["text.txt"]\n')
     options = {"models_file": tmp_path / "models.toml", "prefix_cache": False}
-    with (
-        live_server(tmp_path / "log", **options) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with served_here(**options) as client:
         assert cached(client, ("system", PREAMBLE), ("user", "Hello!")) == 0
         answer = client.post("/v1/admin/prefix-cache/warm", json={"model": DEMO, "text": PREAMBLE})
         assert answer.status_code == 400
         assert "MLX_SERVER_PREFIX_CACHE" in answer.json()["error"]["message"]
-    assert "text.txt is not read ahead: MLX_SERVER_PREFIX_CACHE" in (tmp_path / "log").read_text()
+    assert "text.txt is not read ahead: MLX_SERVER_PREFIX_CACHE" in caplog.text
 
 
 def test_nobody_but_the_owner_has_anything_read(client: httpx.Client) -> None:
@@ -264,10 +248,7 @@ def test_pictures_are_read_ahead_only_in_whole_chats(tmp_path: Path) -> None:
     make_seeing_model(tmp_path / "models" / "seeing", "smolvlm")
     shown = {"type": "image_url", "image_url": {"url": data_url(picture(64, 64).data)}}
     messages = [{"role": "user", "content": [shown, {"type": "text", "text": "What is it?"}]}]
-    with (
-        live_server(tmp_path / "log", models_dir=tmp_path / "models") as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with served_here(models_dir=tmp_path / "models") as client:
         path, asked = "/v1/admin/prefix-cache/warm", {"model": "seeing", "messages": messages}
         found = client.post(path, json=asked)
         assert found.status_code == 200, found.text

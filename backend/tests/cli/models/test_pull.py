@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from fake_hub import COMMIT, FakeHub, fake_hub
 from small_disk import small_disk
-from thorough import one_in_turn
+from thorough import one_in_turn, slow
 from tiny_models import add_mtp_head, make_tiny_model
 
 from mlx_manager.cli.models.pull import advice, check_architecture, repository_named
@@ -133,9 +133,14 @@ def test_a_chat_shows_how_its_model_is_fetched(program, hub: FakeHub) -> None:
     assert "9000" in done.stdout
     assert re.search(r"[0-9.]+ MB, licence apache-2.0", done.stderr)
     assert "model.safetensors" in hub.fetched
-    again = program("chat", "--model", "own/demo", *question)
-    assert "9000" in again.stdout
-    assert "licence" not in again.stderr
+
+
+@slow
+def test_a_chat_with_a_model_that_is_here_says_nothing_of_fetching(program, hub: FakeHub) -> None:
+    assert program("pull", "own/demo").returncode == 0
+    done = program("chat", "--model", "own/demo", "--once", "Hello!", "--temperature", "0")
+    assert done.stdout
+    assert "licence" not in done.stderr
 
 
 def test_a_chat_with_a_model_that_the_hub_refuses_says_so_as_pull_does(

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live import live_server
+from thorough import slow
 
 from mlx_manager.demo_model import demo_model_path
 from mlx_manager.mlx_server.errors import InvalidRequest, ModelNotFound
@@ -109,7 +110,12 @@ def test_a_loaded_model_stays_until_it_is_unloaded(program, server: str, models_
     assert [path.name for path in models_dir.iterdir()] == ["mine"]
 
 
-def test_files_stay_that_are_loaded_under_another_name(run, program, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loaded", "of"), [("helper", "mine"), pytest.param("aide", "twin", marks=slow)]
+)
+def test_files_stay_that_are_loaded_under_another_name(
+    run, program, tmp_path: Path, loaded: str, of: str
+) -> None:
     models = tmp_path / "models"
     for name in ("mine", "twin"):
         shutil.copytree(demo_model_path(), models / name)
@@ -122,17 +128,14 @@ def test_files_stay_that_are_loaded_under_another_name(run, program, tmp_path: P
         tmp_path / "log", models_dir=models, models_file=file, admin_token="open-sesame"
     ) as server:
         admin = {"MLX_SERVER_ADMIN_TOKEN": "open-sesame", "MLX_MANAGER_URL": server.url}
-        for loaded, of in (("helper", "mine"), ("aide", "twin")):
-            assert run("load", loaded, **admin).returncode == 0
-            remove = ("rm", of, "--yes", "--models-dir", str(models))
-            done = program(*remove, **admin)
-            assert (done.returncode, done.stdout) == (5, "")
-            assert (
-                f"has {loaded} loaded, from the files of {of}: `mlx-manager unload" in done.stderr
-            )
-            assert run("unload", loaded, **admin).returncode == 0
-            assert program(*remove, **admin).returncode == 0
-    assert not list(models.iterdir())
+        assert run("load", loaded, **admin).returncode == 0
+        remove = ("rm", of, "--yes", "--models-dir", str(models))
+        done = program(*remove, **admin)
+        assert (done.returncode, done.stdout) == (5, "")
+        assert f"has {loaded} loaded, from the files of {of}: `mlx-manager unload" in done.stderr
+        assert run("unload", loaded, **admin).returncode == 0
+        assert program(*remove, **admin).returncode == 0
+    assert of not in {path.name for path in models.iterdir()}
 
 
 @given(st.text(st.sampled_from("ab./~-_ \\\n"), max_size=12))

@@ -253,7 +253,7 @@ def test_launchd_starts_no_server_again_whose_settings_are_wrong(
         ended = program("serve", "--port", "0", *wrong, **told)
         assert (ended.returncode, ended.stdout) == (0, "")
         assert "launchd does not start it again" in ended.stderr
-        assert program("serve", "--port", "0", *wrong).returncode == 2
+    assert program("serve", "--port", "0", *wrong).returncode == 2
     assert program("serve", "--port", "0", "--model", "/nowhere", **told).returncode == 1
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import live_server
+from here import served_here
 
 from mlx_manager.mlx_server.protocols.images import LINE, places, replace_images
 
@@ -110,15 +110,9 @@ NEWEST: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module", params=["history", "never", "always"])
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, httpx.Client]]:
-    log = tmp_path_factory.mktemp("images") / "log.txt"
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, httpx.Client]]:
     policy: str = request.param
-    with (
-        live_server(log, images_as_text=policy) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with served_here(images_as_text=policy) as client:
         yield policy, client
 
 

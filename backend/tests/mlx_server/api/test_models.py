@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import live_server
+from here import served_here
 from openai_spec import check
 from scripted import MODEL, ScriptedBackend, ScriptedPool, says
 
@@ -107,14 +107,9 @@ def test_what_is_unknown_is_absent():
 
 
 @pytest.fixture(scope="module")
-def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def named() -> Iterator[httpx.Client]:
     names = ("org/small", "small:7b", "a%b", "org/small:7b@q4")
-    aliases = ",".join(f"{name}={MODEL}" for name in names)
-    log = tmp_path_factory.mktemp("names") / "log.txt"
-    with (
-        live_server(log, model_aliases=aliases) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with served_here(model_aliases=",".join(f"{name}={MODEL}" for name in names)) as client:
         yield client
 
 

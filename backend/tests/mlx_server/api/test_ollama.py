@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 from fake_hub import fake_hub
-from live import PROGRAM, LiveServer, live_server
+from here import served_here
+from live import PROGRAM, live_server
 from tiny_encoders import make_tiny_encoder
 from tiny_models import make_tiny_model
 
@@ -35,17 +36,10 @@ ADD = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("models")
     make_tiny_encoder(folder / "encoder", "bert")
-    errors = tmp_path_factory.mktemp("log") / "log"
-    with live_server(errors, models_dir=folder) as live:
-        yield live
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with served_here(models_dir=folder) as client:
         yield client
 
 

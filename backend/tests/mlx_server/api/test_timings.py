@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import live_server
+from here import served_here
 
 NAMES = {
     *("cache_n", "prompt_n", "prompt_ms", "prompt_per_token_ms", "prompt_per_second"),
@@ -19,9 +19,8 @@ BOTH = pytest.mark.parametrize(("path", "body"), [CHAT, COMPLETIONS], ids=["chat
 
 
 @pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    log = tmp_path_factory.mktemp("timings") / "log.txt"
-    with live_server(log) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+def http() -> Iterator[httpx.Client]:
+    with served_here() as client:
         yield client
 
 

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 from demo import Demo, demo
 from scripted import ScriptedBackend, ScriptedPool
+from thorough import slow
 
 from mlx_manager.mlx_server.api.respond import BLOCK
 from mlx_manager.mlx_server.config import MLXServerSettings
@@ -100,7 +101,7 @@ async def test_large_answers_come_in_pieces_and_whole(client: httpx.AsyncClient)
     ("path", "body", "param"),
     [
         ("tokenize", {"content": "word, " * 2**20}, "prompt"),
-        ("tokenize", {"prompt": "word, " * 2**20}, "prompt"),
+        pytest.param("tokenize", {"prompt": "word, " * 2**20}, "prompt", marks=slow),
         ("tokenize", {"messages": [{"role": "user", "content": "word, " * 2**20}]}, "messages"),
         ("detokenize", {"tokens": [5] * (2**18 + 1)}, "tokens"),
     ],

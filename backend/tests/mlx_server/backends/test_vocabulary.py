@@ -5,8 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from here import start_here
-from live import live_server
+from here import served_here, start_here
 from tiny_models import EOT_ID, VOCAB_SIZE, make_tiny_model
 
 from mlx_manager.mlx_server.config import MLXServerSettings
@@ -22,28 +21,26 @@ def add_token(folder: Path, content: str, number: int) -> None:
     file.write_text(json.dumps(tokenizer))
 
 
-@pytest.mark.asyncio
-async def test_a_token_that_the_model_was_never_given_is_refused(tmp_path: Path):
+def test_a_token_that_the_model_was_never_given_is_refused(tmp_path: Path):
     folder = make_tiny_model(tmp_path / "models" / "m")
     add_token(folder, "<|unheard|>", VOCAB_SIZE)
-    with live_server(tmp_path / "errors", models_dir=folder.parent, model=folder) as server:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    with served_here(models_dir=folder.parent, model=str(folder)) as client:
 
-            async def asked(path: str, **fields: object) -> httpx.Response:
-                return await client.post(path, json={"model": "m", "max_tokens": 2, **fields})
+        def asked(path: str, **fields: object) -> httpx.Response:
+            return client.post(path, json={"model": "m", "max_tokens": 2, **fields})
 
-            said = [{"role": "user", "content": "a <|unheard|>"}]
-            for answer, param in (
-                (await asked("/v1/chat/completions", messages=said), "messages"),
-                (await asked("/v1/completions", prompt="<|unheard|>"), "prompt"),
-            ):
-                assert answer.status_code == 400
-                error = answer.json()["error"]
-                assert f"`{param}` has the token '<|unheard|>' ({VOCAB_SIZE})" in error["message"]
-                assert error["param"] == param
-            beyond = await asked("/v1/completions", prompt=[VOCAB_SIZE])
-            assert (beyond.status_code, beyond.json()["error"]["param"]) == (422, "prompt")
-            assert (await asked("/v1/completions", prompt="a")).status_code == 200
+        said = [{"role": "user", "content": "a <|unheard|>"}]
+        for answer, param in (
+            (asked("/v1/chat/completions", messages=said), "messages"),
+            (asked("/v1/completions", prompt="<|unheard|>"), "prompt"),
+        ):
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert f"`{param}` has the token '<|unheard|>' ({VOCAB_SIZE})" in error["message"]
+            assert error["param"] == param
+        beyond = asked("/v1/completions", prompt=[VOCAB_SIZE])
+        assert (beyond.status_code, beyond.json()["error"]["param"]) == (422, "prompt")
+        assert asked("/v1/completions", prompt="a").status_code == 200
 
 
 @pytest.mark.parametrize("absent", [-1, 99_999])

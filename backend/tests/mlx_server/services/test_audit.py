@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from here import served_here
 from live import PROGRAM, live_server
 from observability.test_metrics import Scrape
 from scripted import ScriptedBackend, ScriptedPool, says
@@ -210,13 +211,11 @@ def test_a_full_disk_costs_no_answer(tmp_path: Path) -> None:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_the_owner_reads_it_over_http(tmp_path: Path) -> None:
+def test_the_owner_reads_it_over_http(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     path = tmp_path / "audit.db"
     keyed = {"admin_token": "the-owner", "api_key": "sk-secret-of-the-caller"}
-    with (
-        live_server(tmp_path / "log.txt", audit_log=path, **keyed) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
+    with served_here(audit_log=path, **keyed) as client:
         caller = {"authorization": "Bearer sk-secret-of-the-caller", "x-request-id": "mine-1"}
         body = client.post(CHAT, json=HELLO | {"n": 2}, headers=caller).raise_for_status().json()
         client.post("/v1/messages", json=HELLO | {"model": "nobody/knows-it"}, headers=caller)
@@ -243,6 +242,7 @@ def test_the_owner_reads_it_over_http(tmp_path: Path) -> None:
     assert answered["completion_tokens"] == usage["completion_tokens"]
     assert answered["key"]
     assert failed["outcome"] == "model_not_found"
-    kept = path.read_bytes() + (tmp_path / "log.txt").read_bytes()
+    assert f"POST {CHAT} 200" in caplog.text
+    kept = path.read_bytes() + caplog.text.encode()
     assert b"Hello!" not in kept
     assert b"sk-secret-of-the-caller" not in kept

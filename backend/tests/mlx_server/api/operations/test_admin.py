@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from here import served_here
 from live import live_server
 from pydantic import ValidationError
 from scripted import ScriptedBackend, ScriptedPool, says
@@ -447,10 +448,7 @@ def test_nothing_is_read_again_while_one_of_the_files_is_broken(tmp_path: Path):
     models.write_text("")
     secret = add_key(keys, "alice", {})
     files = {"models_file": models, "api_keys_file": keys}
-    with (
-        live_server(tmp_path / "log", **files, admin_token=TOKEN) as server,
-        httpx.Client(base_url=server.url) as http,
-    ):
+    with served_here(**files, admin_token=TOKEN) as http:
         models.write_text('[models."mlx-manager/demo"]\npinned = true')
         keys.write_text("[broken")
         refused = http.post("/v1/admin/reload", headers=BEARER)

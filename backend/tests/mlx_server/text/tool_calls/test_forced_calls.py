@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from models.adapters.published import Published, write_tokenizer
 from text.outputs import Answer, output_of, parse
-from thorough import ALL
+from thorough import ALL, one_in_turn
 
 from mlx_manager.mlx_server.core import Tool
 from mlx_manager.mlx_server.errors import InvalidParameter
@@ -175,13 +175,21 @@ def check(answer: Answer, tools: tuple[Tool, ...], *, free: bool = False) -> Non
         jsonschema.validate(arguments, schemas[name])
 
 
-@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "text"])
-@every_format
+WHOLE = [name for name, form in FORMATS.items() if form.whole]
+"""Formats whose markers are always tokens."""
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        *one_in_turn([name for name in FORMATS if name not in WHOLE], [True, False]),
+        *((name, True) for name in WHOLE),
+    ],
+)
 def test_whatever_a_forced_answer_is_it_calls_what_is_offered_and_fits(
-    form: ToolFormat, tokens: bool
+    name: str, tokens: bool
 ) -> None:
-    if form.whole and not tokens:
-        pytest.skip("its markers are always tokens")
+    form = FORMATS[name]
     tools = TOOLS
     for seed in range(6 if ALL else 2):
         walk = Walk(form, seed, tokens=tokens)
