@@ -366,7 +366,7 @@ class DiskTier:
             if load.filled >= block.name.end:
                 self._filling = None
         if filled:
-            self._queue([array for store in self._stores for array in store.arrays])
+            self._queue([array for store in self._stores for array in (*store.held, store.written)])
         for load in list(self._loads.values()):
             if load.over or perf_counter() > load.due or load.filled >= load.end:
                 self._conclude(load)
