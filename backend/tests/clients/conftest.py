@@ -12,6 +12,7 @@ from live import LiveServer, live_server, server_before
 from talks import WAYS
 from thorough import slow
 
+CLIENTS = Path(__file__).parent
 MODEL = "mlx-manager/demo"
 OWN = f'[models."{MODEL}"]\naliases = ["claude-*", "gpt-*"]\nsampling = {{ top_k = 1 }}\n'
 
@@ -27,7 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def way_of(item: pytest.Function) -> str | None:
-    """Return where the models are in a test that takes turns; None for another."""
+    """Return where the models are in a test of a client that takes turns; None for another."""
+    if not item.path.is_relative_to(CLIENTS):
+        return None
     given = item.callspec.params if hasattr(item, "callspec") else {}
     return given.get("server", given.get("seeing"))
 

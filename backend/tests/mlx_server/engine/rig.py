@@ -269,6 +269,19 @@ def _nothing() -> None:
     pass
 
 
+def drafting(
+    rig: Rig,
+    given: list[int],
+    limit: int,
+    sampling: Sampling = GREEDY,
+    guess: Proposer | None = None,
+) -> Row:
+    """Return a row with a proposer of drafts, which finds none in texts unless it is given."""
+    row = rig.row(given, limit, sampling)
+    row.sequence.proposer = guess or NoText()
+    return row
+
+
 class HandRig(Rig):
     """A rig whose engine the test steps itself, so that things happen at exact steps."""
 
@@ -309,6 +322,22 @@ class HandRig(Rig):
                 break
             self.step()
         assert all(row.sequence.ended for row in self._submitted)
+
+    def ran(self, rows: list[Row]) -> list[list[int]]:
+        """Run rows that come together, and return their tokens."""
+        self.submit_together(rows)
+        self.run()
+        return [row.tokens for row in rows]
+
+    def lose(self, gone: Row, stays: Row, after: int, tokens: list[int]) -> None:
+        """Check that a row goes on to its `tokens` when one beside it leaves after so many
+        steps."""
+        self.submit_together([gone, stays])
+        self.step(after)
+        self.cancel(gone)
+        self.run()
+        assert stays.tokens == tokens
+        assert self.engine.stats().pages_held == 0
 
 
 def prompt(length: int, salt: int = 1) -> list[int]:

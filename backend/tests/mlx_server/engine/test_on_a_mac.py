@@ -11,8 +11,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from devices.portable import Portable, PortableWriter, plainly
-from engine.rig import HandRig, Row, alone, prompt
-from engine.speculation.test_head import drafting, guessed, head_in, noting, ran, random_head
+from engine.rig import HandRig, Row, alone, drafting, prompt
+from engine.speculation.test_head import guessed, head_in, noting, random_head
 from mlx import nn
 
 from mlx_manager.mlx_server.devices import table as devices
@@ -246,7 +246,7 @@ async def test_an_mtp_head_reads_the_states_of_steps_that_are_queued_ahead(
         given = [prompt(length, length) for length in (5, 40, 9)]
         rows = [drafting(rig, tokens, 9 + 4 * i) for i, tokens in enumerate(given)]
         # Beside a row that brings no drafts.
-        drawn = ran(rig, [*rows, rig.row(prompt(7), 6)])
+        drawn = rig.ran([*rows, rig.row(prompt(7), 6)])
         for i, tokens in enumerate(given):
             assert drawn[i] == alone(rig.model, tokens, 9 + 4 * i)
         assert len(seen) > 9

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import pytest
-from devices.cuda.linear_attention.portable import PortableDelta, PortableShort
-from devices.portable import Portable, PortableLatents, PortableWriter, plainly
+from devices.portable import Portable
 from engine.rig import HandRig, NoText, Row, alone, prompt
 from engine.speculation.test_equality import answers, check_equal, request_of
-from engine.speculation.test_rows import drafting, wrong
+from engine.speculation.test_rows import guessing, wrong
+from execution.on_kernels import on_kernels
 from thorough import slow
 from tiny_models import make_tiny_model
 
@@ -32,17 +32,6 @@ from mlx_manager.mlx_server.engine.speculation.speculation import (
 from mlx_manager.mlx_server.execution.decoder import forward as forwards
 from mlx_manager.mlx_server.execution.decoder.forward import ROWS
 from mlx_manager.mlx_server.execution.forward import Forward
-from mlx_manager.mlx_server.execution.select import choose
-
-on_kernels = partial(
-    choose,
-    kernels=Portable,
-    compile=plainly,
-    deltas=PortableDelta,
-    writers=PortableWriter,
-    latents=PortableLatents.build,
-    shorts=PortableShort,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +109,7 @@ async def test_rows_with_drafts_beside_others_come_in_few_shapes(llama: Path) ->
         rows = [rig.row(prompt(9, 5), 12)]
         for i in range(3):
             answer = alone(rig.model, prompt(9 + i, i + 1), 30)
-            rows.append(drafting(rig, prompt(9 + i, i + 1), 30, wrong(answer, 4 + i)))
+            rows.append(guessing(rig, prompt(9 + i, i + 1), 30, wrong(answer, 4 + i)))
         rig.submit_together(rows)
         rig.step(2)
         Shapes.rows.clear()
@@ -176,7 +165,7 @@ async def test_a_row_is_waited_for_only_where_a_draft_is_foreseen(llama: Path) -
         # The prompt's step, and the first of the row, which is not worth the wait.
         assert forward.ahead == [False, False, *[True] * (len(forward.ahead) - 2)]
         answer, steps = row.tokens, len(forward.ahead)
-        again = drafting(rig, prompt(20), 60, answer)
+        again = guessing(rig, prompt(20), 60, answer)
         forward.rows.append(again)
         rig.submit_together([again])
         rig.run()

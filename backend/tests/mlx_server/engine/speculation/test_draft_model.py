@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engine.rig import HandRig, NoText, Row, alone, prompt
+from engine.rig import HandRig, Row, alone, drafting, prompt
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.engine.scheduler.load import StepLoad
@@ -15,18 +15,6 @@ from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.speculation.draft_model import DraftModel
 from mlx_manager.mlx_server.engine.speculation.speculation import Speculation
 from mlx_manager.mlx_server.execution.module.separate import SeparateForward
-
-
-def drafting(rig: HandRig, given: list[int], limit: int) -> Row:
-    row = rig.row(given, limit)
-    row.sequence.proposer = NoText()
-    return row
-
-
-def ran(rig: HandRig, rows: list[Row]) -> list[list[int]]:
-    rig.submit_together(rows)
-    rig.run()
-    return [row.tokens for row in rows]
 
 
 def model_of(rig: HandRig) -> DraftModel:
@@ -44,7 +32,7 @@ def other(tmp_path: Path) -> Path:
 async def test_the_model_as_its_own_draft_has_all_accepted(llama: Path) -> None:
     async with HandRig(llama, draft=llama, speculation="on", longest_draft=4) as rig:
         rows = [drafting(rig, prompt(20 + i, i + 1), 41) for i in range(3)]
-        drawn = ran(rig, rows)
+        drawn = rig.ran(rows)
         assert drawn == [alone(rig.model, prompt(20 + i, i + 1), 41) for i in range(3)]
         stats = rig.engine.stats()
         # The prompts' step gives a token a row, and each of eight more gives five.
@@ -58,9 +46,9 @@ async def test_rows_are_guessed_for_together_as_alone(llama: Path, other: Path) 
         async with HandRig(llama, draft=other, speculation="on") as rig:
             rows = [drafting(rig, prompt(9 + 5 * i, i + 1), 30) for i in range(4)]
             if together:
-                drawn = ran(rig, rows)
+                drawn = rig.ran(rows)
             else:
-                drawn = [tokens for row in rows for tokens in ran(rig, [row])]
+                drawn = [tokens for row in rows for tokens in rig.ran([row])]
             stats = rig.engine.stats()
             found.append((drawn, stats.draft_tokens, stats.accepted_tokens))
     assert found[0] == found[1]
@@ -74,7 +62,7 @@ async def test_rows_and_chunks_of_a_draft_model_may_be_run_apart(tmp_path: Path)
         assert (rig.forward.kind, rig.forward.prefixes) == ("separate", "pages")
         # Of different lengths: in some steps one row alone is guessed for, and then others again.
         rows = [drafting(rig, prompt(9 + 5 * i, i + 1), 20 + 7 * i) for i in range(4)]
-        drawn = ran(rig, rows)
+        drawn = rig.ran(rows)
         assert [len(tokens) for tokens in drawn] == [20, 27, 34, 41]
         for i, tokens in enumerate(drawn):
             assert tokens == alone(rig.model, prompt(9 + 5 * i, i + 1), 20 + 7 * i)
@@ -89,7 +77,7 @@ async def test_rows_and_chunks_of_a_draft_model_may_be_run_apart(tmp_path: Path)
 async def test_prompts_that_others_had_read_are_not_read_again(llama: Path) -> None:
     async with HandRig(llama, draft=llama, speculation="on", page_size=4) as rig:
         first = drafting(rig, prompt(40), 20)
-        (answer,) = ran(rig, [first])
+        (answer,) = rig.ran([first])
         follower = drafting(rig, [*prompt(40), *answer, *prompt(3, 9)], 20)
         rig.submit_together([follower])
         while not follower.tokens:
@@ -105,9 +93,9 @@ async def test_prompts_that_others_had_read_are_not_read_again(llama: Path) -> N
 
 async def test_what_a_row_without_drafts_has_left_is_read_first(llama: Path) -> None:
     async with HandRig(llama, draft=llama, speculation="on", page_size=4) as rig:
-        (answer,) = ran(rig, [rig.row(prompt(40), 20)])
+        (answer,) = rig.ran([rig.row(prompt(40), 20)])
         follower = drafting(rig, [*prompt(40), *answer, 5], 20)
-        (drawn,) = ran(rig, [follower])
+        (drawn,) = rig.ran([follower])
         assert follower.sequence.cached >= 56
         assert drawn == alone(rig.model, follower.sequence.tokens[:61], 20)
         stats = rig.engine.stats()
@@ -122,7 +110,7 @@ async def test_a_page_that_has_come_to_hold_something_else_is_read_again(llama: 
     async with HandRig(llama, draft=llama, memory=16 * page, size=size, **limits) as rig:
         for salt in (1, 2, 3, 1, 2, 3):
             row = drafting(rig, prompt(40, salt), 14)
-            assert ran(rig, [row]) == [alone(rig.model, prompt(40, salt), 14)]
+            assert rig.ran([row]) == [alone(rig.model, prompt(40, salt), 14)]
         stats = rig.engine.stats()
         assert stats.accepted_tokens == stats.draft_tokens > 0
 
@@ -130,7 +118,7 @@ async def test_a_page_that_has_come_to_hold_something_else_is_read_again(llama: 
 async def test_a_long_prompt_is_read_in_several_steps(llama: Path) -> None:
     size = StepSize(32, working_bytes=0)
     async with HandRig(llama, draft=llama, speculation="on", size=size) as rig:
-        (drawn,) = ran(rig, [drafting(rig, prompt(200), 30)])
+        (drawn,) = rig.ran([drafting(rig, prompt(200), 30)])
         assert drawn == alone(rig.model, prompt(200), 30)
         stats = rig.engine.stats()
         assert stats.accepted_tokens == stats.draft_tokens > 0
@@ -144,7 +132,7 @@ async def test_rows_that_are_paused_go_on(llama: Path) -> None:
         memory = 21 * rig.engine.stats().page_bytes
     size, limits = StepSize(64, working_bytes=0), {"max_rows": 8, "speculation": "on"}
     async with HandRig(llama, draft=llama, memory=memory, size=size, **limits) as rig:
-        assert ran(rig, [drafting(rig, prompt(30, i + 1), 60) for i in range(8)]) == answers
+        assert rig.ran([drafting(rig, prompt(30, i + 1), 60) for i in range(8)]) == answers
         stats = rig.engine.stats()
         assert stats.pauses > 0
         assert stats.accepted_tokens == stats.draft_tokens > 0
@@ -156,12 +144,7 @@ async def test_a_cancelled_row_leaves_nothing(llama: Path, other: Path) -> None:
         second = alone(rig.model, prompt(20, 2), 40)
         for steps in range(1, 6):
             gone, stays = drafting(rig, prompt(20, 1), 40), drafting(rig, prompt(20, 2), 40)
-            rig.submit_together([gone, stays])
-            rig.step(steps)
-            rig.cancel(gone)
-            rig.run()
-            assert stays.tokens == second
-            assert rig.engine.stats().pages_held == 0
+            rig.lose(gone, stays, steps, second)
 
 
 async def test_its_keys_and_values_are_on_the_same_pages(llama: Path, other: Path) -> None:
@@ -169,7 +152,7 @@ async def test_its_keys_and_values_are_on_the_same_pages(llama: Path, other: Pat
         own = rig.engine.stats().page_bytes
     async with HandRig(llama, draft=other, speculation="on") as rig:
         assert rig.engine.stats().page_bytes == 2 * own
-        ran(rig, [drafting(rig, prompt(40), 20)])
+        rig.ran([drafting(rig, prompt(40), 20)])
         stats = rig.engine.stats()
         pages = stats.pages_free + stats.pages_cached
         assert rig.ledger.figures()["pages:tiny"] == pages * 2 * own
@@ -184,7 +167,7 @@ async def test_it_guesses_on_after_a_step_has_failed(llama: Path) -> None:
         rig.step(3)
         rig.engine.fail(RuntimeError("as a device may say"))
         assert lost.sequence.ended
-        assert ran(rig, [drafting(rig, prompt(20), 40)]) == [alone(rig.model, prompt(20), 40)]
+        assert rig.ran([drafting(rig, prompt(20), 40)]) == [alone(rig.model, prompt(20), 40)]
         stats = rig.engine.stats()
         assert stats.pages_held == 0
 

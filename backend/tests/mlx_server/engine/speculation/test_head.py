@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from engine.rig import GREEDY, HandRig, NoText, Row, alone, prompt
+from engine.rig import GREEDY, HandRig, alone, drafting, prompt
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 from thorough import every_other, one_in_turn
@@ -57,18 +57,6 @@ def random_head(path: Path, kind: str = "deepseek_v3", **sizes: int) -> Path:
     return folder
 
 
-def drafting(rig: HandRig, given: list[int], limit: int, sampling: Sampling = GREEDY) -> Row:
-    row = rig.row(given, limit, sampling)
-    row.sequence.proposer = NoText()
-    return row
-
-
-def ran(rig: HandRig, rows: list[Row]) -> list[list[int]]:
-    rig.submit_together(rows)
-    rig.run()
-    return [row.tokens for row in rows]
-
-
 def head_in(rig: HandRig) -> DraftHead:
     found = rig.engine._head
     assert found is not None
@@ -100,7 +88,7 @@ async def test_a_head_that_is_right_has_all_accepted(
     limits = {"speculation": "on", "longest_draft": 4}
     async with HandRig(folder, head=True, size=size, **limits) as rig:
         rows = [drafting(rig, prompt(9 + 30 * i, i + 1), 21, sampling) for i in range(3)]
-        drawn = ran(rig, rows)
+        drawn = rig.ran(rows)
         stats = rig.engine.stats()
         assert stats.accepted_tokens == stats.draft_tokens >= 40
         assert stats.steps < 21
@@ -136,11 +124,11 @@ async def test_it_guesses_what_it_would_over_the_whole_text(tmp_path: Path, kind
     async with HandRig(folder, head=True, size=size, page_size=4, **limits) as rig:
         seen = noting(head_in(rig))
         given = [prompt(length, length) for length in (5, 90, 1)]
-        drawn = ran(rig, [drafting(rig, tokens, 9) for tokens in given])
+        drawn = rig.ran([drafting(rig, tokens, 9) for tokens in given])
         assert drawn == [alone(rig.model, tokens, 9) for tokens in given]
         # The pages that this one begins with have been read for another.
         follower = drafting(rig, [*given[1], 7, 8, 9], 4)
-        ran(rig, [follower])
+        rig.ran([follower])
         assert follower.sequence.cached == 88
         assert len(seen) > 9
         for tokens, found in seen:
@@ -151,7 +139,7 @@ async def test_pages_that_nobody_had_it_read_are_left_out(tmp_path: Path) -> Non
     folder = random_head(tmp_path / "m")
     async with HandRig(folder, head=True, page_size=4, speculation="on") as rig:
         seen = noting(head_in(rig))
-        ran(rig, [rig.row(prompt(41), 2)])
+        rig.ran([rig.row(prompt(41), 2)])
         follower = drafting(rig, [*prompt(40), *prompt(30, 5)], 12)
         rig.submit_together([follower])
         while not follower.tokens:
@@ -175,13 +163,13 @@ async def test_texts_are_those_without_a_head(
     folder, size = random_head(tmp_path / "m", kind), StepSize(32, working_bytes=0)
     async with HandRig(folder, head=True, size=size, page_size=8, speculation="on") as rig:
         given = [prompt(5 + 17 * i, 1 + i % 2) for i in range(4)]
-        drawn = ran(rig, [drafting(rig, tokens, 12, sampling) for tokens in given])
+        drawn = rig.ran([drafting(rig, tokens, 12, sampling) for tokens in given])
         tried = rig.engine.stats().draft_tokens
         assert tried > 0
-        assert ran(rig, [rig.row(tokens, 12, sampling) for tokens in given]) == drawn
+        assert rig.ran([rig.row(tokens, 12, sampling) for tokens in given]) == drawn
         assert rig.engine.stats().draft_tokens == tried
         # Once more, from pages that others have filled.
-        assert ran(rig, [drafting(rig, tokens, 12, sampling) for tokens in given]) == drawn
+        assert rig.ran([drafting(rig, tokens, 12, sampling) for tokens in given]) == drawn
         stats = rig.engine.stats()
         assert stats.draft_tokens > tried
         assert stats.prefix_hits > 0
@@ -221,7 +209,7 @@ async def test_rows_that_are_paused_go_on(tmp_path: Path) -> None:
         memory = 11 * rig.engine.stats().page_bytes + 4 * READ_AT * 64 * 4
     size, limits = StepSize(64, working_bytes=0), {"max_rows": 4, "speculation": "on"}
     async with HandRig(folder, head=True, memory=memory, size=size, **limits) as rig:
-        assert ran(rig, [drafting(rig, prompt(30, i + 1), 34) for i in range(4)]) == answers
+        assert rig.ran([drafting(rig, prompt(30, i + 1), 34) for i in range(4)]) == answers
         stats = rig.engine.stats()
         assert stats.pauses > 0
         assert stats.draft_tokens > 0
@@ -234,12 +222,7 @@ async def test_a_cancelled_row_leaves_nothing(tmp_path: Path) -> None:
         second = alone(rig.model, prompt(20, 2), 9)
         for steps in range(1, 4):
             gone, stays = drafting(rig, prompt(20, 1), 9), drafting(rig, prompt(20, 2), 9)
-            rig.submit_together([gone, stays])
-            rig.step(steps)
-            rig.cancel(gone)
-            rig.run()
-            assert stays.tokens == second
-            assert rig.engine.stats().pages_held == 0
+            rig.lose(gone, stays, steps, second)
 
 
 async def test_it_guesses_on_after_a_step_has_failed(tmp_path: Path) -> None:
@@ -251,6 +234,6 @@ async def test_it_guesses_on_after_a_step_has_failed(tmp_path: Path) -> None:
         rig.engine.fail(RuntimeError("as a device may say"))
         assert lost.sequence.ended
         before = rig.engine.stats()
-        ran(rig, [drafting(rig, prompt(20), 20)])
+        rig.ran([drafting(rig, prompt(20), 20)])
         stats = rig.engine.stats()
         assert stats.accepted_tokens == stats.draft_tokens > before.draft_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine.rig import HandRig, Row, alone, prompt
+from engine.rig import HandRig, Row, alone, drafting, prompt
 from mlx import nn
 from tiny_models import make_tiny_model
 
@@ -15,10 +15,8 @@ from mlx_manager.mlx_server.execution.alone import AloneForward
 from mlx_manager.mlx_server.execution.forward import Forward
 
 
-def drafting(rig: HandRig, given: list[int], limit: int, guess: list[int]) -> Row:
-    row = rig.row(given, limit)
-    row.sequence.proposer = Proposer(guess)
-    return row
+def guessing(rig: HandRig, given: list[int], limit: int, guess: list[int]) -> Row:
+    return drafting(rig, given, limit, guess=Proposer(guess))
 
 
 def wrong(answer: list[int], every: int) -> list[int]:
@@ -33,7 +31,7 @@ async def test_what_is_not_accepted_is_in_no_page_that_others_find(llama: Path) 
         async with HandRig(llama, speculation="on", page_size=4) as rig:
             given = prompt(13, every)
             answer = alone(rig.model, given, 30)
-            row = drafting(rig, given, 30, wrong(answer, every))
+            row = guessing(rig, given, 30, wrong(answer, every))
             rig.submit_together([row])
             while not row.sequence.ended:
                 rig.step()
@@ -53,7 +51,7 @@ async def test_an_answer_that_was_foreseen_takes_few_steps(llama: Path) -> None:
     async with HandRig(llama, speculation="on", longest_draft=8) as rig:
         given = prompt(20)
         answer = alone(rig.model, given, 46)
-        row = drafting(rig, given, 46, answer)
+        row = guessing(rig, given, 46, answer)
         rig.submit_together([row])
         rig.run()
         stats = rig.engine.stats()
@@ -68,7 +66,7 @@ async def test_drafts_end_at_the_limit(llama: Path) -> None:
     async with HandRig(llama, speculation="on") as rig:
         answer = alone(rig.model, prompt(20), 40)
         for limit in range(1, 14):
-            row = drafting(rig, prompt(20), limit, answer)
+            row = guessing(rig, prompt(20), limit, answer)
             rig.submit_together([row])
             rig.run()
             assert row.tokens == answer[:limit]
@@ -83,7 +81,7 @@ async def test_rows_with_drafts_are_paused_and_go_on(llama: Path) -> None:
     size = StepSize(64, working_bytes=0)
     async with HandRig(llama, memory=memory, size=size, max_rows=8, speculation="on") as rig:
         rows = [
-            drafting(rig, prompt(30, i + 1), 60, wrong(answer, 5))
+            guessing(rig, prompt(30, i + 1), 60, wrong(answer, 5))
             for i, answer in enumerate(answers)
         ]
         rig.submit_together(rows)
@@ -98,14 +96,9 @@ async def test_a_row_that_is_cancelled_while_its_draft_is_tried_leaves_nothing(l
     async with HandRig(llama, speculation="on") as rig:
         first, second = (alone(rig.model, prompt(20, i), 40) for i in (1, 2))
         for steps in range(1, 6):
-            gone = drafting(rig, prompt(20, 1), 40, first)
-            stays = drafting(rig, prompt(20, 2), 40, wrong(second, 4))
-            rig.submit_together([gone, stays])
-            rig.step(steps)
-            rig.cancel(gone)
-            rig.run()
-            assert stays.tokens == second
-            assert rig.engine.stats().pages_held == 0
+            gone = guessing(rig, prompt(20, 1), 40, first)
+            stays = guessing(rig, prompt(20, 2), 40, wrong(second, 4))
+            rig.lose(gone, stays, steps, second)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +112,7 @@ async def test_states_go_back_wherever_a_draft_is_refused(recurrent: Path) -> No
         answers = [alone(rig.model, prompt(9 + i, i + 1), 24) for i in range(6)]
         # All of a row's drafts are wrong, or one token in two, three, ...; one brings none.
         rows = [
-            drafting(rig, prompt(9 + i, i + 1), 24, wrong(answer, i + 1))
+            guessing(rig, prompt(9 + i, i + 1), 24, wrong(answer, i + 1))
             for i, answer in enumerate(answers[:-1])
         ]
         rows.append(rig.row(prompt(14, 6), 24))
@@ -140,13 +133,13 @@ async def test_states_that_prompts_go_on_from_are_of_no_draft(recurrent: Path) -
         rig.forward.worth = 16
         given = prompt(40)
         answer = alone(rig.model, given, 20)
-        first = drafting(rig, given, 20, wrong(answer, 3))
+        first = guessing(rig, given, 20, wrong(answer, 3))
         rig.submit_together([first])
         rig.run()
         # The same prompt, and one that goes on with what has been written.
         for tokens in (given, [*given, *answer, *prompt(5, 3)]):
             guess = alone(rig.model, tokens, 20)
-            again = drafting(rig, tokens, 20, wrong(guess, 4))
+            again = guessing(rig, tokens, 20, wrong(guess, 4))
             rig.submit_together([again])
             rig.run()
             assert again.sequence.cached
@@ -159,14 +152,9 @@ async def test_rows_that_leave_while_states_are_kept_for_them_leave_nothing(
     async with HandRig(recurrent, speculation="on") as rig:
         first, second = (alone(rig.model, prompt(20, i), 24) for i in (1, 2))
         for steps in range(1, 5):
-            gone = drafting(rig, prompt(20, 1), 24, wrong(first, 3))
-            stays = drafting(rig, prompt(20, 2), 24, wrong(second, 4))
-            rig.submit_together([gone, stays])
-            rig.step(steps)
-            rig.cancel(gone)
-            rig.run()
-            assert stays.tokens == second
-            assert rig.engine.stats().pages_held == 0
+            gone = guessing(rig, prompt(20, 1), 24, wrong(first, 3))
+            stays = guessing(rig, prompt(20, 2), 24, wrong(second, 4))
+            rig.lose(gone, stays, steps, second)
 
 
 async def test_rows_over_caches_of_mlx_lm_bring_no_drafts(llama: Path) -> None:
@@ -175,7 +163,7 @@ async def test_rows_over_caches_of_mlx_lm_bring_no_drafts(llama: Path) -> None:
 
     async with HandRig(llama, choose=by_itself, speculation="on") as rig:
         answer = alone(rig.model, prompt(8), 12)
-        row = drafting(rig, prompt(8), 12, answer)
+        row = guessing(rig, prompt(8), 12, answer)
         rig.submit_together([row])
         rig.run()
         assert rig.engine.stats().drafts == 0

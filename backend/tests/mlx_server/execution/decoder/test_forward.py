@@ -13,6 +13,7 @@ from devices.cuda.linear_attention.portable import PortableDelta, PortableShort
 from devices.cuda.matmul.portable import PortableProducts
 from devices.portable import Portable, PortableLatents, PortableWriter, plainly
 from engine.rig import HandRig, Row, alone, prompt
+from execution.on_kernels import on_kernels
 from mlx import nn
 from mlx_lm.utils import load_model
 from thorough import slow
@@ -32,15 +33,6 @@ from mlx_manager.mlx_server.execution.decoder.forward import ROWS, FusedForward
 from mlx_manager.mlx_server.execution.select import choose
 
 PAGE = 16
-on_kernels = partial(
-    choose,
-    kernels=Portable,
-    compile=plainly,
-    deltas=PortableDelta,
-    writers=PortableWriter,
-    latents=PortableLatents.build,
-    shorts=PortableShort,
-)
 
 
 @pytest.fixture(autouse=True)
