@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import mlx.core as mx
 import pytest
 from engine.speculation.test_head import right_head
 from live import PROGRAM, LiveServer, live_server
 from test_speculation import said
 from thorough import one_in_turn, slow
-from tiny_models import add_mtp_head, make_tiny_model
+from tiny_models import add_mtp_head, make_tiny_model, replace_weights
 
 SETTINGS = """
 [models.beside]
@@ -27,6 +28,10 @@ mtp = "off"
 [models.another]
 base = "./models/deepseek"
 mtp = "glm"
+
+[models.named]
+base = "./models/deepseek"
+mtp = "./models/broken"
 
 [models.missing]
 base = "./models/deepseek"
@@ -48,6 +53,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     add_mtp_head(make_tiny_model(models / "deepseek", "deepseek_v3"))
     add_mtp_head(make_tiny_model(models / "glm", "glm4_moe_lite"), beside=models / "head")
     add_mtp_head(make_tiny_model(models / "qwen", "qwen3_5"))
+    # Its product gives no numbers.
+    broken = make_tiny_model(models / "broken", "deepseek_v3")
+    add_mtp_head(broken)
+    tensors = mx.load(str(broken / "model.safetensors"))
+    tensors["model.layers.2.eh_proj.weight"] *= mx.nan
+    replace_weights(broken, tensors)
     file = folder / "models.toml"
     file.write_text(SETTINGS)
     with live_server(
@@ -137,10 +148,17 @@ def test_a_model_may_do_without_its_head(client: httpx.Client) -> None:
     assert (model["mtp"], "draft" in model["memory"]) == (None, False)
 
 
+def test_a_model_whose_head_can_not_be_run_is_loaded_without(client: httpx.Client) -> None:
+    ask(client, "broken", max_tokens=2)
+    model = described(client, "broken")
+    assert (model["mtp"], "draft" in model["memory"]) == (None, False)
+
+
 @pytest.mark.parametrize(
     ("model", "status", "words"),
     [
         ("another", 400, ["glm has no MTP head that drafts for another", "mtp"]),
+        pytest.param("named", 400, ["has no MTP head that drafts for named", "mtp"], marks=slow),
         ("missing", 404, ["owner/not-here", "has not been downloaded"]),
     ],
 )

@@ -63,13 +63,15 @@ from mlx_manager.mlx_server.errors import (
     ContextLengthExceeded,
     InvalidParameter,
     InvalidRequest,
+    ModelLoadFailed,
     ModelNotSupported,
+    OutOfMemory,
 )
 from mlx_manager.mlx_server.execution.forward import Forward
 from mlx_manager.mlx_server.execution.select import ChooseForward, choose
 from mlx_manager.mlx_server.formats import PLAIN, OutputFormat
 from mlx_manager.mlx_server.models.adapters.vocabulary import token_ids
-from mlx_manager.mlx_server.models.loading.draft import LoadedDraft
+from mlx_manager.mlx_server.models.loading.draft import LoadedDraft, draft_line
 from mlx_manager.mlx_server.models.loading.load import LoadedModel
 from mlx_manager.mlx_server.models.loading.mtp import LoadedHead
 from mlx_manager.mlx_server.text.detokenizer import TokenTexts
@@ -155,14 +157,16 @@ def prepare(
     *,
     sandbox: Sandbox | None = None,
     draft: Callable[[], LoadedDraft] | None = None,
-    head: Callable[[], LoadedHead | None] | None = None,
+    head: Callable[[], LoadedHead] | None = None,
+    named: str | None = None,
     doing: Doing = unheard,
 ) -> TextBackend:
     """Make a backend, on the MLX thread.
 
     sandbox: where grammars are tried first; one of its own unless models share it. draft: loads the
     draft model, if there is one, and head its MTP head, if that is to draft; called only where
-    drafts may be tried. doing: told what is begun.
+    drafts may be tried. named: the id or folder of the head, if the owner names it: the model is
+    not loaded without. doing: told what is begun.
 
     Raises:
         ModelNotSupported: what the draft model's layers keep is not all on pages.
@@ -182,7 +186,7 @@ def prepare(
             level = logging.INFO if draft is None else logging.WARNING
             log.log(level, "the %s of %s is not loaded: %s", what, loaded.id, why)
         elif head is not None:
-            drafting = headed(loaded, head, forward, limits, choice, doing)
+            drafting = headed(loaded, head, forward, limits, choice, ledger, named, doing)
         elif draft is not None:
             drafting = drafted(loaded, draft(), limits, choice, doing)
     doing("its pages are made")
@@ -252,34 +256,57 @@ def drafted(
 
 def headed(  # noqa: PLR0917
     loaded: LoadedModel,
-    head: Callable[[], LoadedHead | None],
+    head: Callable[[], LoadedHead],
+    forward: Forward,
+    limits: EngineLimits,
+    choice: ChooseForward,
+    ledger: Ledger,
+    named: str | None,
+    doing: Doing,
+) -> ChosenDraft | None:
+    """Load a model's MTP head, and choose how it is run. Return None, with nothing kept, if it
+    can't draft and the owner does not name it. forward: the way in which the model is run.
+
+    Raises:
+        ModelLoadFailed: the head that the owner names can't draft.
+        OutOfMemory: there is no room for it.
+    """
+    try:
+        return _chosen_head(loaded, head(), forward, limits, choice, doing)
+    except (ModelLoadFailed, OutOfMemory) as error:
+        ledger.record(draft_line(loaded.id), 0)
+        if named is None:
+            log.warning("%s is loaded without its MTP head: %s", loaded.id, error.message)
+            return None
+        if isinstance(error, OutOfMemory):
+            raise
+        raise ModelLoadFailed(
+            f"{named} has no MTP head that drafts for {loaded.id} (`mtp`): {error.message}"
+        ) from error
+
+
+def _chosen_head(  # noqa: PLR0917
+    loaded: LoadedModel,
+    own: LoadedHead,
     forward: Forward,
     limits: EngineLimits,
     choice: ChooseForward,
     doing: Doing,
-) -> ChosenDraft | None:
-    """Load a model's MTP head, and choose how it is run. Return None if it is not loaded: `head`
-    gives none, or the model, run by `forward`, no hidden states that it could read.
+) -> ChosenDraft:
+    """Choose how a head is run, and have the model give it hidden states.
 
     Raises:
-        ModelNotSupported: what its layer keeps is not all on pages.
+        ModelNotSupported: what its layer keeps is not all on pages, or there are no such states.
     """
-    if not forward.keep_hidden():
-        log.info(
-            "the MTP head of %s is not loaded: the way in which the model is run (%s) gives no "
-            "hidden states",
-            loaded.id,
-            forward.kind,
-        )
-        return None
-    own = head()
-    if own is None:
-        return None
     run = choice(own.model, limits.page_size, doing=doing)
     if run.prefixes != "pages" or not run.keep_hidden(fed=True):
         raise ModelNotSupported(
-            f"The MTP head of {own.id} can't draft for {loaded.id}: what its layer keeps of a text "
-            f"is not all on KV pages, or it gives no hidden states ({run.kind})."
+            f"what its layer keeps of a text is not all on KV pages, or it gives no hidden states "
+            f"({run.kind})."
+        )
+    if not forward.keep_hidden():
+        raise ModelNotSupported(
+            f"the model, as it is run ({forward.kind}), gives no hidden states."
         )
     part = (own.nbytes + own.shared_bytes) / max(loaded.nbytes, 1)
     draft = DraftForward(

@@ -27,7 +27,6 @@ from mlx_manager.mlx_server.engine.scheduler.step_size import least_working
 from mlx_manager.mlx_server.engine.thread import MLXThread
 from mlx_manager.mlx_server.errors import (
     ModelLoadFailed,
-    OutOfMemory,
     ServerNotReady,
     UnsupportedParameter,
 )
@@ -50,14 +49,12 @@ from mlx_manager.mlx_server.models.loading.load import (
     weights_line,
 )
 from mlx_manager.mlx_server.models.loading.mtp import (
-    LoadedHead,
     PreparedHead,
     SharedVocabulary,
     load_head,
     prepared_head,
 )
 from mlx_manager.mlx_server.models.loading.shards import held
-from mlx_manager.mlx_server.models.settings import Recipe
 from mlx_manager.mlx_server.text.grammar.sandbox import Sandbox
 from mlx_manager.mlx_server.utils.broken import explained
 from mlx_manager.mlx_server.utils.daemon_threads import DaemonThreads
@@ -421,21 +418,8 @@ class Model:
                     foresight=foresight,
                     doing=self._doing,
                 )
-                return {"head": partial(_loaded_head, load_it, loaded.id, recipe)}
+                return {"head": load_it, "named": recipe.head}
         return {}
-
-
-def _loaded_head(
-    load_it: Callable[[], LoadedHead], model_id: str, recipe: Recipe
-) -> LoadedHead | None:
-    """Return the MTP head that is loaded; None if it can't be, unless the owner names it."""
-    try:
-        return load_it()
-    except (ModelLoadFailed, OutOfMemory) as error:
-        if recipe.head is not None:
-            raise
-        log.warning("%s is loaded without its MTP head: %s", model_id, error.message)
-        return None
 
 
 def is_encoder(asked: Prepare) -> bool:

@@ -79,8 +79,12 @@ class StepSize:
         """Return the size where a draft model works, too: before a step, in the same memory.
         state_bytes: of a token's hidden state, where a step's are kept for a head."""
         working = _working_on(limits, model, forward, self.tokens)
-        kept = state_bytes * self.tokens
-        return replace(self, working_bytes=max(self.working_bytes, working) + kept)
+        kept, more = state_bytes * self.tokens, state_bytes * max(self.ample - self.tokens, 0)
+        return replace(
+            self,
+            working_bytes=max(self.working_bytes, working) + kept,
+            ample_bytes=self.ample_bytes + more,
+        )
 
     def wanted(self, tokens: int, shortest: int) -> int:
         """Return how many of `tokens` prompt tokens a step best processes, if it is short all the

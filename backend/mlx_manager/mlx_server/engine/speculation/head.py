@@ -13,7 +13,7 @@ or came from disk, can't be read any more: those pages are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,6 +35,8 @@ from mlx_manager.mlx_server.execution.attention.paged import Span
 
 READ_AT = 32
 """Hidden states of a row that are kept until the head reads them, unless it guesses before."""
+# Part of a step's states up to which those that rows keep are copied, so that the rest can go.
+MUCH = 1 / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class DraftHead(DraftModel):
 
     def absorb(self, step: StepStates) -> None:
         """Take the hidden states of a step that has been computed."""
+        taken: list[tuple[UnreadStates, Part]] = []
         for each in step.rows:
             row, unread, first = each.row, each.unread, each.first
             if row.ended or row.unread is not unread:
@@ -84,7 +87,10 @@ class DraftHead(DraftModel):
                 begin = self._skip_to(row, first)
             count = first + each.count - begin
             if count > 0:
-                unread.put(Part(begin, count, step.states, each.number + begin - first))
+                number = each.number + begin - first
+                taken.append((unread, Part(begin, count, step.states, number)))
+        for unread, part in _apart(taken, int(step.states.shape[0])):
+            unread.put(part)
 
     def _skip_to(self, row: Row, first: int) -> int:
         """Leave the row's pages out up to the one that begins with token `first`, or the next one.
@@ -187,3 +193,23 @@ class DraftHead(DraftModel):
             mx.async_eval(logits, self._forward.state())  # type: ignore[no-untyped-call]
         else:
             super()._finish_reading(logits, tokens, begun)
+
+
+def _apart(
+    taken: Sequence[tuple[UnreadStates, Part]], tokens: int
+) -> Iterator[tuple[UnreadStates, Part]]:
+    """Yield what is taken of a step of so many tokens. What rows keep for longer is copied if that
+    is little of the step: prompts' states would stay with it."""
+    few = [part for _, part in taken if part.count < READ_AT]
+    count = sum(part.count for part in few)
+    if not few or count > MUCH * tokens:
+        yield from taken
+        return
+    copy, number = gathered(few), 0
+    mx.async_eval(copy)  # type: ignore[no-untyped-call]
+    for unread, part in taken:
+        if part.count < READ_AT:
+            yield unread, Part(part.first, part.count, copy, number)
+            number += part.count
+        else:
+            yield unread, part

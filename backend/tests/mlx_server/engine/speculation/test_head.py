@@ -191,6 +191,24 @@ async def test_what_rows_draw_without_guesses_is_read_a_little_later(tmp_path: P
         assert READ_AT <= most <= READ_AT + 3
 
 
+async def test_rows_do_not_hold_the_states_of_prompts_that_share_their_steps(
+    tmp_path: Path,
+) -> None:
+    folder, size = random_head(tmp_path / "m"), StepSize(64, working_bytes=0)
+    async with HandRig(folder, head=True, part=1e9, size=size) as rig:
+        row, other = drafting(rig, prompt(9), 24), rig.row(prompt(900, 2), 1)
+        rig.submit_together([row])
+        rig.step(2)
+        rig.submit_together([other])
+        rig.step(12)
+        unread = row.sequence.unread
+        assert unread is not None
+        assert 12 <= unread.end - unread.first <= READ_AT
+        assert not other.sequence.ended
+        held = {id(part.states): len(part.states) for part in unread.of(0, unread.end)}
+        assert sum(held.values()) <= 2 * (unread.end - unread.first)
+
+
 async def test_states_that_rows_keep_are_in_the_ledger(tmp_path: Path) -> None:
     folder = random_head(tmp_path / "m")
     async with HandRig(folder, head=True, speculation="on") as rig:
@@ -199,6 +217,14 @@ async def test_states_that_rows_keep_are_in_the_ledger(tmp_path: Path) -> None:
         assert rig.ledger.figures()["states:tiny"] == 3 * READ_AT * 64 * 4
         rig.run()
         assert not rig.ledger.figures().get("states:tiny")
+
+
+async def test_states_of_larger_steps_are_in_the_ledger_with_these(tmp_path: Path) -> None:
+    async with HandRig(random_head(tmp_path / "m"), head=True) as rig:
+        of = rig._limits, rig.head, head_in(rig)._forward
+        sizes = [StepSize(64, ample=256, ample_bytes=1000).with_draft(*of, each) for each in (0, 8)]
+        assert sizes[1].working_bytes - sizes[0].working_bytes == 8 * 64
+        assert sizes[1].ample_bytes == 1000 + 8 * 192
 
 
 async def test_rows_that_are_paused_go_on(tmp_path: Path) -> None:
