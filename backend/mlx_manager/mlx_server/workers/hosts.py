@@ -62,8 +62,8 @@ def read_hostfile(path: Path) -> RankHosts:
     if backend == "mpi" and any(host.ssh is not None for host in hosts):
         raise _wrong(path, "can't have other machines with the backend 'mpi'; `ring` joins them")
     for number, host in enumerate(hosts):
-        # The others meet at the first one's; MLX writes them so for JACCL.
-        if not host.ips and (backend == "ring" or number == 0):
+        # The others meet at the first one's; MLX writes them so for JACCL. mpirun finds its own.
+        if not host.ips and backend != "mpi" and (backend == "ring" or number == 0):
             raise _wrong(
                 path, f"must have addresses in hosts[{number}].ips, by which other hosts reach it"
             )

@@ -37,6 +37,9 @@ OFTEN = 0.02
 """Seconds between two looks for the places."""
 PARTING = 2.0
 """Seconds that mpirun gets to remove its files."""
+MAC_FILES = "/tmp"  # nosec B108  # a folder of its own is made there
+"""Folder of mpirun's files on a Mac, where names of Open MPI's files are too long in the usual one
+(open-mpi/ompi#7393)."""
 LAST = 8
 """Lines of mpirun's that an error message has."""
 
@@ -52,12 +55,14 @@ class Mpirun:
         program = next(filter(None, map(shutil.which, PROGRAMS)), None)
         if program is None:
             raise ModelLoadFailed(
-                "MPI (MLX_SERVER_DISTRIBUTED=mpi) needs Open MPI on this machine, and there is no "
-                "mpirun on the PATH. `ring` needs nothing."
+                "MPI (MLX_SERVER_DISTRIBUTED, or `backend` in the hostfile) needs Open MPI on this "
+                "machine, and there is no mpirun on the PATH. `ring` needs nothing."
             )
         # One that ends removes the folder that all of a user's have together.
-        files = self._files = TemporaryDirectory(prefix="mpi-", ignore_cleanup_errors=True)
-        place = [sys.executable, "-P", "-m", PLACE, files.name]
+        short = MAC_FILES if sys.platform == "darwin" else None
+        files = TemporaryDirectory(prefix="mpi-", dir=short, ignore_cleanup_errors=True)
+        self._files = files
+        place = [sys.executable, "-P", "-m", PLACE, files.name, str(os.getpid())]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
             self._process = subprocess.Popen(
@@ -66,6 +71,7 @@ class Mpirun:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                errors="replace",
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": files.name},
             )
         except OSError as error:

@@ -70,6 +70,9 @@ def test_mpi_joins_no_other_machines(tmp_path: Path) -> None:
     here = {"ssh": "localhost", "ips": ["127.0.0.1"]}
     file = written(tmp_path, {"backend": "mpi", "hosts": [here, here]})
     assert read_hostfile(file).backend == "mpi"
+    # mpirun knows where its ranks meet.
+    file = written(tmp_path, {"backend": "mpi", "hosts": [{"ssh": "localhost"}] * 2})
+    assert read_hostfile(file).backend == "mpi"
     file = written(tmp_path, {"backend": "mpi", "hosts": [ONE, TWO]})
     with pytest.raises(ModelLoadFailed, match="can't have other machines with the backend 'mpi'"):
         read_hostfile(file)

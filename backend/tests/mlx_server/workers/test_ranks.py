@@ -7,6 +7,9 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,7 +33,7 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.errors import MLXManagerError, ModelLoadFailed, ModelNotSupported
 from mlx_manager.mlx_server.models.pool import ModelPoolManager
-from mlx_manager.mlx_server.workers.mpirun import Mpirun
+from mlx_manager.mlx_server.workers.mpirun import PLACE, Mpirun
 from mlx_manager.mlx_server.workers.process import start_process
 
 SHARED = {"qwen3_moe": "ragged", "qwen3": "fused"}
@@ -247,7 +250,9 @@ def test_without_mpirun_mpi_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ModelLoadFailed, match=r"there is no mpirun on the PATH"):
+    # It may have been asked for in either place.
+    where = r"MLX_SERVER_DISTRIBUTED, or `backend` in the hostfile"
+    with pytest.raises(ModelLoadFailed, match=rf"{where}.*there is no mpirun on the PATH"):
         Mpirun(2)
 
 
@@ -259,4 +264,30 @@ def test_the_words_of_an_mpirun_that_makes_no_places_are_told(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     with pytest.raises(ModelLoadFailed, match="2 ranks: There are not enough slots"):
+        Mpirun(2)
+
+
+def test_a_place_ends_with_its_worker_even_where_mpirun_stays(tmp_path: Path) -> None:
+    """This process stands for mpirun: it is the place's parent. The worker has been killed."""
+    worker = subprocess.Popen(["true"])
+    worker.wait()
+    folder = tmp_path / "places"
+    folder.mkdir()
+    command = [sys.executable, "-m", PLACE, str(folder), str(worker.pid)]
+    environment = {**os.environ, "OMPI_COMM_WORLD_RANK": "0"}
+    subprocess.run(command, env=environment, check=True, timeout=20)
+    assert not folder.exists()
+
+
+def test_on_a_mac_mpirun_has_its_files_where_paths_are_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `TMPDIR` is on a Mac, names of Open MPI's files there are cut off."""
+    program = tmp_path / "mpirun"
+    program.write_text('#!/bin/sh\necho "in $TMPDIR"\nexit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ModelLoadFailed, match="in /tmp/mpi-"):
         Mpirun(2)

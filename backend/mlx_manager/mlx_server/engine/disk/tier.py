@@ -668,13 +668,14 @@ class DiskTier:
     def spill(self, seconds: float) -> None:
         """Have all pages written that are kept for reuse, those used last first, as far as there
         is time."""
-        due, self._busy = perf_counter() + seconds, False
+        due = perf_counter() + seconds
         held = [page for page in self._pool.labels if self._pool.references(page)]
         self._want_pages([*held, *self._pool.newest])
         self.copy_wanted(due)
 
     def copy_wanted(self, due: float) -> None:
         """Have all copied that is wanted, until a time of `perf_counter`."""
+        self._busy = False
         while (self._copy or self._wanted) and (left := due - perf_counter()) > 0:
             if not self.has_copies:
                 if not self._disk.wait(self._next_wish.nbytes, min(left, 0.05)):
@@ -684,8 +685,7 @@ class DiskTier:
 
     def purge(self) -> None:
         """Forget all blocks, on disk as well."""
-        self._wanted.clear()
-        self._copy = None
+        self._give_copies_up()
         self._disk.purge()
 
     def reset(self) -> None:
@@ -693,9 +693,17 @@ class DiskTier:
         loads, self._loads = self._loads, {}
         for load in loads.values():
             self._end(load)
-        self._wanted.clear()
-        self._copy = self._filling = None
+        self._give_copies_up()
+        self._filling = None
         self._pages.clear()
+
+    def _give_copies_up(self) -> None:
+        """Copy no more of what is wanted now."""
+        self._wanted.clear()
+        if self._copy is not None:
+            # What yields its pieces knows the copy, and both would stay until they are collected.
+            self._copy.left = iter(())
+        self._copy = None
 
     def close(self, seconds: float) -> None:
         """Write what memory holds, as far as there is time, and end the threads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import os
 import subprocess
 import sys
@@ -336,6 +337,30 @@ async def test_what_is_forgotten_is_forgotten_on_disk(llama: Path, disk: PrefixD
     async with Rig(llama, disk=disk) as rig:
         await rig.on_thread(rig.engine.drop_prefixes)
         assert (await cached(rig.submit(prompt(LONG), 8)))[0] == 0
+
+
+async def test_a_copy_that_is_given_up_gives_its_room_back_at_once(
+    llama: Path, disk: PrefixDisk
+) -> None:
+    async with HandRig(llama, disk=disk) as rig:
+        assert rig.disk is not None
+        rig.submit(prompt(LONG), 2)
+        rig.run()
+        row, tier = rig.submit(prompt(LONG), 200), rig.engine._disk
+        assert tier is not None
+        gc.disable()
+        try:
+            while tier._copy is None:
+                assert rig.engine.has_work()
+                rig.step()
+            rig.engine.drop_prefixes()
+            # The writer may have another block still.
+            rig.disk.close(10)
+            assert rig.disk.writes.taken == 0
+        finally:
+            gc.enable()
+        rig.cancel(row)
+        rig.run()
 
 
 def test_blocks_written_between_two_purges_are_removed_by_the_second(disk: PrefixDisk) -> None:
