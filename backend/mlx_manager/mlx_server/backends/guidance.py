@@ -241,13 +241,15 @@ def formats_left_out(tools: Sequence[Tool]) -> Sequence[str]:
     return [f"format {name}" for name in names]
 
 
-def compiles(request: GenerationRequest) -> bool:
-    """Return whether answering `request` needs a grammar, which takes up to seconds to compile."""
+def compiles(request: GenerationRequest, output: OutputFormat) -> bool:
+    """Return whether answering `request` in a format needs a grammar, which takes up to seconds to
+    compile."""
     if request.constraint is not None:
         return True
     match request.prompt:
         case Conversation(tool_choice="auto", tools=tools):
-            return any(tool.strict for tool in tools)
+            held = output.calls is not None and output.calls.held
+            return any(held or tool.strict for tool in tools)
         case Conversation(tool_choice=choice):
             return choice != "none"
     return False

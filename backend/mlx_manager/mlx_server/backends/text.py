@@ -44,7 +44,7 @@ from mlx_manager.mlx_server.core import (
 )
 from mlx_manager.mlx_server.defaults import fill_sampling
 from mlx_manager.mlx_server.engine.disk.folder import Folder
-from mlx_manager.mlx_server.engine.disk.machine import machine_facts, vision_facts
+from mlx_manager.mlx_server.engine.disk.machine import machine_facts, vision_programs
 from mlx_manager.mlx_server.engine.disk.threads import BlockDisk
 from mlx_manager.mlx_server.engine.disk.tier import block_pages, stores_of
 from mlx_manager.mlx_server.engine.prompt_images import PromptImages
@@ -211,7 +211,7 @@ def kept_on_disk(
         return None
     facts = {
         **machine_facts(),
-        "vision": [] if loaded.vision is None else vision_facts(),
+        "vision": [] if loaded.vision is None else vision_programs(),
         "weights": [loaded.weights.name, loaded.weights.dtype],
         "forward": [forward.kind, forward.prefixes],
         "pages": [limits.page_size, block_pages(limits.page_size)],
@@ -586,7 +586,7 @@ class TextBackend:
         read = self._prompt(request) if _is_short(request) else await self._shared(request)
         self._check_prompt(request, read)
         ids, images = read.tokens.ids, read.images
-        if not compiles(request):
+        if not compiles(request, read.output):
             output, guide = self._guidance.of(request, read.output)
             return Prepared(ids, output, images, guide, read.prediction)
         waiting = Waiting(GUIDE_SECONDS)

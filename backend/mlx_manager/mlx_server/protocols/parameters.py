@@ -25,6 +25,7 @@ SEED_MASK = 2**64 - 1
 
 
 UNSUPPORTED: dict[str, Refusal] = {
+    # Spoken answers.
     "audio": Refusal(),
     "chat_template": Refusal(instead="The model's own template is used."),
     "documents": Refusal(instead="Put them in `chat_template_kwargs`."),

@@ -1,4 +1,5 @@
-"""Outputs of models in every format of tool calls and thinking, and what they mean."""
+"""Outputs of models in every format of tool calls and thinking, and what they mean; those of calls
+are derived from `golden.py`."""
 
 from __future__ import annotations
 

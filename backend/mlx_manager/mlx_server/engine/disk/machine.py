@@ -22,7 +22,7 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def vision_facts() -> list[str]:
+def vision_programs() -> list[str]:
     """Return the versions of the programs that features of pictures depend on; "" of one that is
     not there."""
     return [_version(name) for name in SEEING]
