@@ -135,7 +135,7 @@ def logits_of(
         if running is not None:
             beside.append(out[0])
             out = out[1:]
-        got.append(out)
+        got.append(out[: stop - start])
     for at in range(scene.prompt, len(scene.tokens)):
         rows = [(0, at + 1, scene.tokens[at], scene.shift)]
         if text is not None:

@@ -307,12 +307,14 @@ def _keys(decode: Decode | None, chunks: Sequence[Chunk]) -> list[int]:
 
 def _are_drafts(decode: Decode | None, chunks: Sequence[Chunk]) -> bool:
     """Return whether all chunks are of few tokens of which all have logits, in a step of no more
-    tokens than decode steps are compiled for."""
+    tokens than decode steps are compiled for. In a decode step a row without tokens before its own
+    is padding."""
     total = len(decode.keys) if decode else 0
     for chunk in chunks:
-        total += len(chunk.tokens)
-        seen = chunk.shown is not None or chunk.angles is not None or chunk.span.runs
-        if seen or not chunk.every or len(chunk.tokens) > FEW_QUERIES:
+        span, tokens = chunk.span, len(chunk.tokens)
+        total += tokens
+        seen = chunk.shown is not None or chunk.angles is not None or span.runs
+        if seen or not chunk.every or tokens > FEW_QUERIES or span.length == span.queries:
             return False
     return total <= ROWS[-1]
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from devices.cuda.linear_attention.portable import PortableDelta, PortableShort
 from devices.cuda.matmul.portable import PortableProducts
@@ -25,11 +26,14 @@ from mlx_manager.mlx_server.devices.attention.kernel_set import KernelSet
 from mlx_manager.mlx_server.devices.cuda.mla import expansion
 from mlx_manager.mlx_server.devices.cuda.mla.expansion import Expansion
 from mlx_manager.mlx_server.devices.kernel import Unsupported
+from mlx_manager.mlx_server.engine.kv.pages import PageTable
 from mlx_manager.mlx_server.errors import GenerationFailed
+from mlx_manager.mlx_server.execution.attention.paged import Span
 from mlx_manager.mlx_server.execution.decoder import decoder as decoders
 from mlx_manager.mlx_server.execution.decoder import forward as forwards
 from mlx_manager.mlx_server.execution.decoder.check import CHECKED_ROWS, check
 from mlx_manager.mlx_server.execution.decoder.forward import ROWS, FusedForward
+from mlx_manager.mlx_server.execution.forward import Chunk
 from mlx_manager.mlx_server.execution.select import choose
 
 PAGE = 16
@@ -397,3 +401,14 @@ async def test_rows_draw_what_each_draws_alone_where_experts_are_beside_an_mlp(
         for submitted, (tokens, limit) in zip(rig._submitted, rows, strict=True):
             assert submitted.tokens == alone(rig.model, tokens, limit)
     assert products.experts.rows > set(CHECKED_ROWS)
+
+
+async def test_a_short_prompt_whose_logits_are_all_wanted_is_no_draft(llama: Path) -> None:
+    """A decode step takes a row without tokens before its own for padding."""
+    async with HandRig(llama, choose=on_kernels) as rig:
+        for store in rig.forward.stores:
+            store.resize(1)
+        chunk = Chunk(0, Span(PageTable([0]), 5, 5), prompt(5), final=True, every=True)
+        logits = rig.forward.run(None, [chunk])[:5]
+        expected = rig.model(mx.array([prompt(5)]))[0]
+        assert mx.allclose(logits, expected, atol=1e-4 * float(mx.abs(expected).max()))

@@ -270,8 +270,8 @@ class Unfinished(Replayed):
     """Leaves what is kept as it is."""
 
     def __call__(self, *given: Any) -> Any:
-        *others, _ = super().__call__(*given)
-        return [*others, given[-1]]
+        *others, _, hidden = super().__call__(*given)
+        return [*others, given[-1], hidden]
 
 
 @pytest.mark.parametrize("wrong", [Stale, Off, Unfinished])
