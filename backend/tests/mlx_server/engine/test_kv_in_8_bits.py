@@ -12,6 +12,7 @@ from engine.rig import Rig, prompt
 from engine.seeing_rig import SeeingRig
 from seeing import FAMILIES as SEEING
 from seeing import scene
+from thorough import slow
 from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.execution.select import choose
@@ -21,6 +22,7 @@ LENGTHS = (3, 40, 17, 300, 16, 33)
 # A joined decoder, one with windows, a module some of whose layers read the keys of others, and one
 # some of whose layers keep a state.
 FAMILIES = ("llama", "gemma3_text", "gemma3n", "qwen3_next")
+RUN_ALWAYS = ("llama", "qwen3_next")
 
 
 async def drawn(
@@ -36,7 +38,9 @@ async def drawn(
         return rows
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(n, marks=[] if n in RUN_ALWAYS else slow) for n in FAMILIES]
+)
 async def test_a_crowd_in_pieces_draws_what_each_draws_alone_and_whole(
     family: str, tmp_path: Path
 ) -> None:

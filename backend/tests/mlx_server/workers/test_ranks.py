@@ -82,7 +82,7 @@ def room(one: Mapping[str, int], pages: int) -> int:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [*SHARED.items(), *(pytest.param(*each, marks=slow) for each in MORE.items())],
+    [*every_other(SHARED.items()), *(pytest.param(*each, marks=slow) for each in MORE.items())],
 )
 async def test_two_ranks_draw_the_tokens_of_one_process(
     tmp_path: Path, family: str, kind: str

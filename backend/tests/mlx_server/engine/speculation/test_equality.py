@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine.rig import HandRig, NoText, Row, prompt
-from thorough import slow
+from thorough import ALL, slow
 from tiny_models import EOS_ID, EOT_ID, VOCAB_SIZE, add_mtp_head, make_tiny_model
 
 from mlx_manager.mlx_server.core import (
@@ -31,6 +31,8 @@ from mlx_manager.mlx_server.text.grammar.matchers import Grammars
 from mlx_manager.mlx_server.text.output_parser import OutputParser
 
 REQUESTS = 500
+# Of which so many in every run.
+SOME = REQUESTS if ALL else 100
 AT_ONCE = 24
 SCHEMA = JsonSchema(
     '{"type":"object","properties":{"name":{"type":"string","maxLength":6},'
@@ -189,9 +191,9 @@ def same(one: TokenLogprob, other: TokenLogprob) -> bool:
 @pytest.mark.parametrize(
     ("family", "count"),
     [
-        ("llama", REQUESTS),
-        ("gpt_oss", 60),
-        ("deepseek_v3", 60),
+        ("llama", SOME),
+        pytest.param("gpt_oss", 60, marks=slow),
+        ("deepseek_v3", 24),
         # Recurrent layers: short convolutions, delta rules and Mamba, most beside attention.
         ("lfm2", 24),
         pytest.param("qwen3_next", 60, marks=slow),
@@ -224,7 +226,9 @@ async def test_drafts_change_nothing_of_random_requests(
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
-@pytest.mark.parametrize("drafting", ["llama", "gpt_oss", "smaller vocabulary"])
+@pytest.mark.parametrize(
+    "drafting", ["llama", *(pytest.param(n, marks=slow) for n in ("gpt_oss", "smaller vocabulary"))]
+)
 async def test_a_draft_model_changes_nothing_of_random_requests(
     drafting: str, tmp_path: Path
 ) -> None:
