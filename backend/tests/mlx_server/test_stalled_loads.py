@@ -22,7 +22,7 @@ ENDLESS = (
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     "{{ messages[0].content }}"
 )
-LIMIT, DRAIN = 12, 1
+LIMIT, DRAIN = 8, 1
 """Seconds; what the other models' loads wait for takes less on a machine that does much else."""
 SLACK = 20
 """Seconds more for such a machine; what is tried would take hours."""
