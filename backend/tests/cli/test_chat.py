@@ -233,7 +233,7 @@ def test_without_a_server_one_runs_for_the_session(run) -> None:
     assert "tok/s" in done.stderr
 
 
-@pytest.mark.parametrize("during_an_answer", [False, True])
+@pytest.mark.parametrize("during_an_answer", [pytest.param(False, marks=slow), True])
 def test_the_sessions_server_ends_where_the_chat_is_killed(
     chat: Chat, during_an_answer: bool
 ) -> None:

@@ -106,7 +106,7 @@ ALL = "0<&- 1>&- 2"
     [
         pytest.param("1", [*PROGRAM, "serve"], marks=slow),
         pytest.param("2", [*PROGRAM, "serve"], marks=slow),
-        (ALL, [*PROGRAM, "serve"]),
+        pytest.param(ALL, [*PROGRAM, "serve"], marks=slow),
         # It is the same command, but has been imported before it can open anything.
         (ALL, SERVER),
     ],
@@ -205,6 +205,7 @@ def test_a_home_that_is_somebody_elses_leaves_the_embedded_model(
     assert done.stdout.strip()
 
 
+@slow
 def test_doctor_says_that_the_cache_is_somebody_elses(
     environment: dict[str, str], closed: Path
 ) -> None:

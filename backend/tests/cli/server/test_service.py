@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from linux import needs_linux
+from thorough import slow
 
 from mlx_manager.configuration import BESIDES
 from mlx_manager.mlx_server.services.keys import add_key
@@ -240,6 +241,7 @@ def test_launchd_gets_a_plist_whose_shell_reads_the_settings(run, config: Path) 
     assert 'MLX_SERVER_MODEL_ALIASES=a"$b=c' in said.stdout.splitlines()
 
 
+@slow
 def test_launchd_starts_no_server_again_whose_settings_are_wrong(
     run, program, tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from linux import skip_without_linux
 from live import PROGRAM
+from thorough import slow
 
 HERE = Path(__file__).parent
 SYSTEMD = Path("/lib/systemd/systemd")
@@ -157,6 +158,7 @@ def test_a_wrong_setting_is_not_tried_again(machine, port):
     assert machine.service("uninstall", "--system").returncode == 0
 
 
+@slow
 def test_a_service_that_can_not_start_says_why_and_starts_when_that_is_mended(machine, port):
     arguments = ("install", "--system", "--run-as", "root", "--port", str(port))
     # Gives up sooner than by our unit, which says 5 and 5 s.
