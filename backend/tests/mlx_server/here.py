@@ -8,10 +8,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 from fastapi.testclient import TestClient
 
 from mlx_manager.mlx_server.config import MLXServerSettings
@@ -84,3 +85,12 @@ def served_here(**settings: Any) -> Iterator[TestClient]:
             assert time.monotonic() < due, app.state.server.failure
             time.sleep(0.01)
         yield client
+
+
+def check_refusal(client: httpx.Client, model: str, status: int, words: Sequence[str]) -> None:
+    """Check that a chat with a model is refused, with these words in the message."""
+    body = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == status, answer.text
+    message = answer.json()["error"]["message"]
+    assert all(word in message for word in words), message

@@ -13,7 +13,7 @@ from live import LiveServer
 CLIENTS = Path(__file__).parents[1] / "clients"
 VENVS = CLIENTS.parents[2] / ".venv-clients"
 WAYS = ("own", "elsewhere")
-"""Where a server's models are: in processes of its own, or on another server."""
+"""Places of a server's models: in processes of its own, or on another server."""
 
 
 def talk_in_python(name: str, script: str, server: LiveServer, home: Path, *arguments: str) -> None:

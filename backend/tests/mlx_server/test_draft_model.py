@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from here import served_here
+from here import check_refusal, served_here
 from test_speculation import DEMO, FORM, WAYS, chat, counter, said
 from thorough import slow
 from tiny_models import make_tiny_model
@@ -129,11 +129,7 @@ def test_unloading_gives_back_what_the_draft_model_took(client: httpx.Client) ->
 def test_a_model_that_cannot_draft_is_refused_by_name(
     client: httpx.Client, model: str, status: int, words: list[str]
 ) -> None:
-    body = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-    answer = client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == status, answer.text
-    message = answer.json()["error"]["message"]
-    assert all(word in message for word in words), message
+    check_refusal(client, model, status, words)
 
 
 @pytest.mark.parametrize("way", ["greedy", "seeded"])

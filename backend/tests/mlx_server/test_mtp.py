@@ -11,6 +11,7 @@ import httpx
 import mlx.core as mx
 import pytest
 from engine.speculation.test_head import right_head
+from here import check_refusal
 from live import PROGRAM, LiveServer, live_server
 from test_speculation import said
 from thorough import one_in_turn, slow
@@ -165,8 +166,4 @@ def test_a_model_whose_head_can_not_be_run_is_loaded_without(client: httpx.Clien
 def test_what_has_no_head_for_the_model_is_refused_by_name(
     client: httpx.Client, model: str, status: int, words: list[str]
 ) -> None:
-    body = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-    answer = client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == status, answer.text
-    message = answer.json()["error"]["message"]
-    assert all(word in message for word in words), message
+    check_refusal(client, model, status, words)

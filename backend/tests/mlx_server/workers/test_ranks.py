@@ -52,7 +52,7 @@ MORE = {
     "longcat_flash": "separate",
     "qwen3_5": "separate",
 }
-"""How shares of families of models are run on a CPU."""
+"""Ways in which shares of families of models are run on a CPU."""
 needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
 PAGE_BYTES = 2 * 2 * 2 * 64 * 4 * 16
 """Bytes of a page: two layers of two heads of 64, keys and values in float32, 16 tokens."""
@@ -256,13 +256,18 @@ def test_without_mpirun_mpi_is_refused_by_name(
         Mpirun(2)
 
 
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Have a script in place of mpirun."""
+    program = folder / "mpirun"
+    program.write_text(f"#!/bin/sh\n{script}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
 def test_the_words_of_an_mpirun_that_makes_no_places_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "mpirun"
-    program.write_text("#!/bin/sh\necho 'There are not enough slots' >&2\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    stand_in(tmp_path, monkeypatch, "echo 'There are not enough slots' >&2\nexit 1\n")
     with pytest.raises(ModelLoadFailed, match="2 ranks: There are not enough slots"):
         Mpirun(2)
 
@@ -283,10 +288,7 @@ def test_on_a_mac_mpirun_has_its_files_where_paths_are_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `TMPDIR` is on a Mac, names of Open MPI's files there are cut off."""
-    program = tmp_path / "mpirun"
-    program.write_text('#!/bin/sh\necho "in $TMPDIR"\nexit 1\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    stand_in(tmp_path, monkeypatch, 'echo "in $TMPDIR"\nexit 1\n')
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ModelLoadFailed, match="in /tmp/mpi-"):

@@ -64,7 +64,7 @@ def head_in(rig: HandRig) -> DraftHead:
 
 
 def guessed(rig: HandRig, tokens: list[int], count: int, first_place: int = 0) -> list[int]:
-    """What the head guesses after these tokens, over the text from a place on and with caches of
+    """Return the head's guesses after these tokens, over the text from a place on and with caches of
     its own."""
     states = body_of(rig.model)(mx.array([tokens[:-1]]), make_prompt_cache(rig.model))[
         :, first_place:
@@ -103,7 +103,7 @@ def body_of(model: nn.Module) -> nn.Module:
 
 
 def noting(head: DraftHead) -> list[tuple[list[int], list[int]]]:
-    """What the head guesses from now on, behind the tokens that it follows."""
+    """Note what the head guesses from now on, behind the tokens that it follows."""
     seen: list[tuple[list[int], list[int]]] = []
     guess = head.guess
 

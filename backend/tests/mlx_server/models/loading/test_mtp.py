@@ -43,7 +43,7 @@ def built(plan: BuildPlan, files: HeadFiles | None) -> tuple[nn.Module, HeadInpu
 
 
 def logits(head: tuple[nn.Module, HeadInput]) -> mx.array:
-    """What a head says of some tokens, each behind some state."""
+    """Return a head's logits of some tokens, each behind some state."""
     model, given = head
     given.give(STATES, [0])
     return model(mx.array(TOKENS))[0]
