@@ -55,10 +55,11 @@ class Prices:
         if tokens >= LEAST_TOKENS:
             self.prefill.observe(tokens, seconds)
 
-    def reading(self, tokens: int) -> float:
-        """Return the seconds until so many tokens have come from disk; 0 if nothing is known."""
+    def reading(self, tokens: int, share: float = 1.0) -> float:
+        """Return the seconds until so many tokens have come from disk; 0 if nothing is known.
+        share: part of the time in which they are put into pages."""
         nbytes = tokens * self.token_bytes
-        return self.read.seconds(nbytes) + self.fill.seconds(nbytes)
+        return self.read.seconds(nbytes) + self.fill.seconds(nbytes) / share
 
     def computed_meanwhile(self, tokens: int) -> int | None:
         """Return how many of `tokens` tokens had best be computed while the others are read, so

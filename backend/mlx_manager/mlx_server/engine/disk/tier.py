@@ -67,7 +67,8 @@ TURNS = 8
 HEADER = 1 << 15
 """Bytes of a file's header, or more."""
 PATIENCE = 2.0
-"""Seconds that a read may take beyond five times what is expected."""
+"""Seconds in which nothing may come, beyond twice those that a whole read is expected to take while
+steps follow each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +106,19 @@ class DiskStats:
 class PrefixLoad:
     """Blocks on their way into a prompt's pages.
 
-    start, end: pages that are read, `end` excluded. filled: the page behind those that have come.
-    state: that of recurrent layers after `end`. over: nothing more comes. due: when to give up.
+    start, end: pages that are read, `end` excluded. patience: seconds in which nothing may come for
+    anybody. due: when to give up. filled: the page behind those that have come. state: that of
+    recurrent layers after `end`. over: nothing more comes. rung: whether `timer` has gone off.
     """
 
     sequence: Sequence
     reading: Reading
     start: int
     end: int
+    patience: float
     due: float
     timer: Timer | None = None
+    rung: bool = False
     filled: int = 0
     state: Snapshot | None = None
     over: bool = False
@@ -293,20 +297,27 @@ class DiskTier:
         ahead = self.prices.computed_meanwhile(tokens)
         if ahead is None:
             return
-        start = self._start(sequence, known, known + ahead // size)
+        # Beside others a prompt is computed a little at a time.
+        start = self._start(sequence, known, known + (0 if self._busy else ahead // size))
         reading = self._disk.read([name for name in names if name.end > start])
-        patience = (
-            PATIENCE
-            + 5 * self.prices.reading(tokens)
-            + 2 * self.prices.prefill.seconds((start - known) * size)
-        )
-        load = PrefixLoad(sequence, reading, start, names[-1].end, perf_counter() + patience)
-        load.filled = start
-        load.timer = Timer(patience + 0.01, self._wake)
-        load.timer.daemon = True
-        load.timer.start()
+        patience = PATIENCE + 2 * self.prices.reading(tokens, SHARE)
+        due = perf_counter() + patience
+        load = PrefixLoad(sequence, reading, start, names[-1].end, patience, due, filled=start)
+        self._watch(load)
         self._loads[sequence.key] = load
         sequence.awaits, sequence.arrives = start * size, load.end * size
+
+    def _watch(self, load: PrefixLoad) -> None:
+        """Have the engine woken when a load is due."""
+
+        def ring() -> None:
+            load.rung = True
+            self._wake()
+
+        load.rung = False
+        load.timer = Timer(max(load.due - perf_counter(), 0.0) + 0.01, ring)
+        load.timer.daemon = True
+        load.timer.start()
 
     def _found(self, sequence: Sequence, known: int) -> list[BlockName]:
         """Return the blocks on disk that follow each other from page `known` on."""
@@ -367,11 +378,23 @@ class DiskTier:
                 self._filling = None
         if filled:
             self._queue([array for store in self._stores for array in (*store.held, store.written)])
-        for load in list(self._loads.values()):
-            if load.over or perf_counter() > load.due or load.filled >= load.end:
-                self._conclude(load)
+        self._look_after_loads(filled)
         self._credit -= min(perf_counter() - begun, self._credit)
         return filled
+
+    def _look_after_loads(self, filled: bool) -> None:
+        """Let prompts go on for which all has come that will come. filled: something has come for
+        one of them; blocks come in the order in which prompts have asked for them, so that the
+        others wait for as long again."""
+        now = perf_counter()
+        nothing = self._disk.waiting and self._filling is None
+        for load in list(self._loads.values()):
+            if filled or not nothing:
+                load.due = max(load.due, now + load.patience)
+            if load.over or load.filled >= load.end or now > load.due:
+                self._conclude(load)
+            elif load.rung:
+                self._watch(load)
 
     def _may(self, begun: float, cost: float, busy: bool) -> bool:
         """Return whether there is time for something of this cost in the turn that began then."""
@@ -422,9 +445,7 @@ class DiskTier:
         sequence, size = load.sequence, self._pool.page_size
         gains = load.filled > load.start and (not self._stateful or load.state is not None)
         if gains and sequence.computed < load.start * size:
-            if perf_counter() <= load.due:
-                return
-            gains = False
+            return
         del self._loads[sequence.key]
         self._end(load)
         if gains:

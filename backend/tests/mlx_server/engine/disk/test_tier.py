@@ -307,6 +307,59 @@ async def test_a_cancelled_prompt_leaves_nothing_behind(llama: Path, disk: Prefi
         assert rig.engine.stats().pages_held == 0
 
 
+async def test_a_prompt_waits_while_blocks_come_for_those_before_it(
+    llama: Path, disk: PrefixDisk
+) -> None:
+    prompts = [prompt(LONG, i + 1) for i in range(3)]
+    async with Rig(llama, disk=disk) as rig:
+        for tokens in prompts:
+            await rig.submit(tokens, 2).finished()
+    async with HandRig(llama, disk=disk) as rig:
+        rows = [rig.row(tokens, 2) for tokens in prompts]
+        rig.submit_together(rows)
+        rig.step()
+        tier = rig.engine._disk
+        assert tier is not None
+        last = tier._loads[rows[2].sequence.key]
+        # As if the reads before its own had taken long.
+        last.due = 0.0
+        for _ in range(10_000):
+            if not tier._disk.waiting:
+                break
+            await asyncio.sleep(0.001)
+        rig.run()
+        assert [row.sequence.cached for row in rows] == 3 * [LONG // BLOCK * BLOCK]
+        for row in rows:
+            assert row.tokens == alone(rig.model, row.sequence.tokens[:LONG], 2)
+
+
+async def test_what_has_been_read_is_used_however_late_the_first_tokens_are_computed(
+    llama: Path, disk: PrefixDisk
+) -> None:
+    tokens = prompt(1100)
+    async with Rig(llama, disk=disk) as rig:
+        await rig.submit(tokens, 2).finished()
+    async with HandRig(llama, disk=disk, prefill_chunk=64) as rig:
+        tier = rig.engine._disk
+        assert tier is not None
+        # By which reading is a little faster than computing.
+        tier.prices.prefill.value = 1000.0
+        tier.prices.read.value = 1200.0 * tier.prices.token_bytes
+        row = rig.submit(tokens, 2)
+        rig.step()
+        load = tier._loads[row.sequence.key]
+        assert load.start > 0
+        for _ in range(10_000):
+            if load.filled == load.end or row.sequence.computed > 200:
+                break
+            await asyncio.sleep(0.001)
+            tier.arrive(False)
+        load.due = 0.0
+        rig.run()
+        assert row.sequence.cached == (load.end - load.start) * 16
+        assert row.tokens == alone(rig.model, tokens, 2)
+
+
 async def test_blocks_that_come_for_nobody_any_more_hold_up_no_thread(
     llama: Path, disk: PrefixDisk
 ) -> None:
