@@ -72,8 +72,9 @@ class Disk(Protocol):
 class Drafting(Protocol):
     """Chooser of drafts."""
 
-    def is_likely(self, rows: list[Sequence]) -> bool:
-        """Return whether one of the running rows may bring a draft to the next step."""
+    def is_likely(self, rows: list[Sequence], *, prompts: bool) -> bool:
+        """Return whether one of the running rows may bring a draft to the next step. prompts:
+        whether there are prompts under way."""
         ...
 
     def choose(
@@ -142,8 +143,10 @@ class Scheduler:
     def awaits_drafts(self, tried: bool) -> bool:
         """Return whether the next step depends on tokens that the host must have read: a running
         row may bring a draft to it, or has brought one to the last step (`tried`)."""
-        drafting = self._drafting
-        self._late = tried or (drafting is not None and drafting.is_likely(self.queues.running))
+        drafting, running = self._drafting, self.queues.running
+        prompts = any(not prompt.blocked for prompt in self.queues.prefilling)
+        likely = drafting is not None and drafting.is_likely(running, prompts=prompts)
+        self._late = tried or likely
         return self._late
 
     @property

@@ -136,11 +136,12 @@ class Speculation:
         # Rows of a step that bore no drafts when that was looked at last.
         self._unbearable = 0
 
-    def is_likely(self, rows: Sequence[Row]) -> bool:
+    def is_likely(self, rows: Sequence[Row], *, prompts: bool = False) -> bool:
         """Return whether one of the running rows may bring a draft to the next step, for which all
-        its tokens must be known."""
+        its tokens must be known. prompts: whether there are prompts under way."""
         if self._ahead and not self._always:
-            self._awaited = not self._rests and self._is_foreseen(rows)
+            # A step with a prompt takes long to put together, which is done while the device works.
+            self._awaited = not prompts and not self._rests and self._is_foreseen(rows)
             return self._awaited
         able = _able(rows)
         if not able or self._always:
@@ -216,7 +217,7 @@ class Speculation:
         """Return the rows that had best bring a draft to a step of this load, and their drafts, at
         most `most` tokens in all."""
         self._steps += 1
-        if (self._ahead or self._sees_again) and not self._always and load.rows > FEW:
+        if not self._always and not self._suits(load):
             self._tried = False
             return ()
         waited = self._awaited or not all(row.pending for row in rows)
@@ -243,6 +244,12 @@ class Speculation:
         self._since_plain = self._since_plain + 1 if found else 0
         self._tried = bool(found)
         return found
+
+    def _suits(self, load: StepLoad) -> bool:
+        """Return whether a step of this load may have drafts."""
+        if self._ahead and load.tokens:
+            return False
+        return load.rows <= FEW or not (self._ahead or self._sees_again)
 
     def _rest(self, rows: int) -> None:
         """Let a step have no drafts. What a step takes that is queued ahead shows in the second of

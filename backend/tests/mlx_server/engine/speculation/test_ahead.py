@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -21,6 +22,7 @@ from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.devices import table as devices
 from mlx_manager.mlx_server.engine.scheduler.load import StepLoad
+from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
 from mlx_manager.mlx_server.engine.speculation.speculation import (
     COMPILED,
@@ -31,7 +33,7 @@ from mlx_manager.mlx_server.engine.speculation.speculation import (
 )
 from mlx_manager.mlx_server.execution.decoder import forward as forwards
 from mlx_manager.mlx_server.execution.decoder.forward import ROWS
-from mlx_manager.mlx_server.execution.forward import Forward
+from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward
 
 
 @pytest.fixture(autouse=True)
@@ -124,19 +126,23 @@ async def test_rows_with_drafts_beside_others_come_in_few_shapes(llama: Path) ->
 
 
 class Watched:
-    """A forward that notes of each step whether some row's newest token is on the device only."""
+    """A forward that notes of each step whether some row's newest token is on the device only, and
+    whether it has prompts and drafts."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
         self.rows: list[Row] = []
         self.ahead: list[bool] = []
+        self.kinds: list[tuple[bool, bool]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._forward, name)
 
-    def run(self, *args: Any) -> mx.array:
+    def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
         self.ahead.append(any(row.sequence.pending for row in self.rows))
-        return self._forward.run(*args)
+        drafts = [chunk.every for chunk in chunks]
+        self.kinds.append((not all(drafts), any(drafts)))
+        return self._forward.run(decode, chunks)
 
 
 def watched(*args: Any) -> Any:
@@ -174,6 +180,27 @@ async def test_a_row_is_waited_for_only_where_a_draft_is_foreseen(llama: Path) -
         assert len(ahead) < 0.5 * len(answer)
         assert ahead.count(False) > 3
         assert rig.engine.stats().accepted_tokens > 30
+
+
+async def test_a_step_with_a_prompt_brings_no_drafts(llama: Path) -> None:
+    size = StepSize(tokens=32)
+    async with HandRig(
+        llama, choose=watched, clock=Ticking(), speculation="auto", size=size
+    ) as rig:
+        forward: Any = rig.forward
+        answer = alone(rig.model, prompt(20), 90)
+        row = guessing(rig, prompt(20), 90, answer)
+        rig.submit_together([row])
+        rig.step(6)
+        rig.submit_together([rig.row(prompt(250, 3), 2)])
+        rig.run()
+        assert row.tokens == answer
+        assert forward.kinds.count((True, False)) > 5
+        assert (True, True) not in forward.kinds
+        # Before the prompt came, and after it.
+        first = forward.kinds.index((True, False), 1)
+        assert (False, True) in forward.kinds[:first]
+        assert (False, True) in forward.kinds[first:]
 
 
 # -- what drafts cost ------------------------------------------------------------------------------
