@@ -118,7 +118,7 @@ async def test_pauses_prefixes_schemas_and_drafts_are_as_on_one_device(tmp_path:
         wanted = await drawn(one, "m", [*few, again])
         await one.look()
         known, said = (await one.status("m")).memory, await text_of(one, "m", held)
-    async with spread_pool(tmp_path, 2, limits, memory_limit=room(known, 14)) as two:
+    async with spread_pool(tmp_path, 2, limits, memory_limit=room(known, 12)) as two:
         assert await drawn(two, "m", [*few, again]) == wanted
         ends = [await finished(two, "m", again) for _ in range(2)]
         assert ends[1].usage.cached_tokens >= 32

@@ -316,13 +316,13 @@ class Ending:
     """End of a step: the last norm and the product with the vocabulary.
 
     product: the one with the vocabulary, if its weight is of a known kind; otherwise `vocabulary`
-    multiplies, and caps. capped: returns the logits behind their cap.
+    multiplies, and finishes. finished: returns the logits of a product; see `DecoderSpec`.
     """
 
     norm: nn.RMSNorm
     product: Head | None
     vocabulary: Callable[[mx.array], mx.array]
-    capped: Callable[[mx.array], mx.array]
+    finished: Callable[[mx.array], mx.array]
 
     @staticmethod
     def of(spec: DecoderSpec, few: ProductKernels | None) -> Ending:
@@ -331,13 +331,13 @@ class Ending:
         few: kernels that multiply few rows, if the device has any.
         """
         product = head(spec.head, spec.layers[0].shape.dtype, few)
-        return Ending(spec.norm, product, spec.vocabulary, spec.capped)
+        return Ending(spec.norm, product, spec.vocabulary, spec.finished)
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """Return the logits, (rows, vocabulary)."""
         if self.product is None:
             return self.vocabulary(self.norm(hidden))
-        return self.capped(self.product.normed(hidden, self.norm))
+        return self.finished(self.product.normed(hidden, self.norm))
 
 
 class LayerPart(ABC):

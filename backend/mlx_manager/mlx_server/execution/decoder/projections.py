@@ -24,6 +24,7 @@ from mlx_manager.mlx_server.devices.cuda.matmul.factors import (
     Weight,
 )
 from mlx_manager.mlx_server.devices.cuda.matmul.products import ProductKernels
+from mlx_manager.mlx_server.devices.gathered import Gathered, GatheredPacked
 from mlx_manager.mlx_server.execution.spec.parts import DENSE, PACKED
 
 MOST_PACKED = 8
@@ -497,9 +498,9 @@ def head(layer: nn.Module, dtype: mx.Dtype, few: ProductKernels | None) -> Head 
 
     layer: the module that has the weight, perhaps the embedding.
     """
-    if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+    if type(layer) in (*PACKED, GatheredPacked, nn.QuantizedEmbedding):
         return Quantized.of(packing_of(layer), layer.get("bias"), few)
-    if type(layer) in (nn.Linear, nn.Embedding) and layer.weight.dtype == dtype:
+    if type(layer) in (*DENSE, Gathered, nn.Embedding) and layer.weight.dtype == dtype:
         return _dense(layer, few)
     return None
 

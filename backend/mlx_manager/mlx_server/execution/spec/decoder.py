@@ -14,6 +14,7 @@ from mlx_lm.models.base import gather_last_axis
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_manager.mlx_server.devices.attention.kernel import AttentionShape
+from mlx_manager.mlx_server.devices.gathered import GATHERED
 from mlx_manager.mlx_server.execution.images import MRope
 from mlx_manager.mlx_server.execution.spec.layers import (
     AnyLayer,
@@ -124,6 +125,7 @@ class DecoderSpec:
         body = text.model
         embeds = nn.Embedding | nn.QuantizedEmbedding
         expect(isinstance(body.get("embed_tokens"), embeds), "an input of other parts")
+        head = text.get("lm_head", body.embed_tokens)
         per_layer = PerLayerEmbedding.of(body)
         own = parts_of(body) - (set() if per_layer is None else set(_PER_LAYER_EMBEDDING))
         last = [body[name] for name in MODULES.last_norms if own == {*_BODY, name}]
@@ -154,10 +156,10 @@ class DecoderSpec:
             body.embed_tokens,
             _scale(body, layers[0].shape.dtype),
             norm_in(last[0]),
-            text.get("lm_head", body.embed_tokens),
+            head,
             getattr(text, "final_logit_softcapping", None),
             per_layer,
-            getattr(text, "sharding_group", None),
+            head.group if isinstance(head, GATHERED) else getattr(text, "sharding_group", None),
         )
 
     def embedded(self, tokens: mx.array) -> mx.array:
@@ -167,13 +169,17 @@ class DecoderSpec:
 
     def vocabulary(self, hidden: mx.array) -> mx.array:
         """Return the logits, (rows, vocabulary), of rows behind the last norm."""
-        logits = (self.embed.as_linear if self.head is self.embed else self.head)(hidden)
-        if self.group is not None:
-            logits = gather_last_axis(logits, self.group)
-        return self.capped(logits)
+        multiply = self.head
+        if isinstance(self.head, GATHERED):
+            multiply = self.head.share
+        elif self.head is self.embed:
+            multiply = self.embed.as_linear
+        return self.finished(multiply(hidden))
 
-    def capped(self, logits: mx.array) -> mx.array:
-        """Return `logits` behind their soft cap, if they have one."""
+    def finished(self, share: mx.array) -> mx.array:
+        """Return the logits of a product with `head`: those of all ranks, behind their soft cap, if
+        they have one."""
+        logits = share if self.group is None else gather_last_axis(share, self.group)
         return logits if self.softcap is None else _capped(logits, self.softcap)
 
 

@@ -1,7 +1,8 @@
 """A model's weights on several devices: every rank keeps its share of each layer.
 
 mlx-lm's models share themselves out (`shard`), where they can: heads of attention, columns and rows
-of the MLPs and of experts. Embeddings, norms and routers are on every rank.
+of the MLPs and of experts. A product with the vocabulary that has a weight of its own is shared
+out, too. Embeddings, norms and routers are on every rank.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from mlx_manager.mlx_server.devices.gathered import gathered
 from mlx_manager.mlx_server.errors import ModelNotSupported
 from mlx_manager.mlx_server.models.facts import FormName
 
@@ -107,6 +109,7 @@ def shard(model_id: str, model: nn.Module, group: mx.distributed.Group) -> None:
         raise ModelNotSupported(
             f"{model_id} can't be spread over {size} devices: {reason}. {ON_ONE}"
         ) from error
+    _share_vocabulary(holder, group)
     for (path, name), whole in before.items():
         part = _numbers_of(dict(model.named_modules()).get(path)).get(name, whole)
         repeated = part == 1 and whole < size and size % whole == 0
@@ -115,6 +118,17 @@ def shard(model_id: str, model: nn.Module, group: mx.distributed.Group) -> None:
                 f"{model_id} can't be spread over {size} devices: {whole} ({name} of {path}) is no "
                 f"multiple of {size}. {ON_ONE}"
             )
+
+
+def _share_vocabulary(model: nn.Module, group: mx.distributed.Group) -> None:
+    """Keep this rank's rows of the product with the vocabulary. It stays whole where its weight is
+    the embeddings', or does not divide."""
+    while (inner := model.get("language_model")) is not None:
+        model = inner
+    head = model.get("lm_head")
+    share = None if head is None else gathered(head, group)
+    if share is not None:
+        model.lm_head = share
 
 
 def _packing(model: nn.Module, size: int) -> str | None:
