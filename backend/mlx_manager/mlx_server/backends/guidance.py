@@ -20,6 +20,7 @@ from mlx_manager.mlx_server.text.tool_calls.schemas import unknown_formats
 from mlx_manager.mlx_server.utils.daemon_threads import Waiting
 
 _ANY_ARGUMENTS = {"type": "object"}
+TOOLS = "tools"
 GUIDE_SECONDS = 10.0
 """For all grammars of a request: the tool that can't be held to is looked for one by one."""
 
@@ -117,16 +118,14 @@ class Guidance:
     ) -> Rules | None:
         """Return the rules of an answer that is free but for its calls, if these are held to
         anything."""
-        if conversation.tool_choice != "auto":
-            return None
-        strict = next((tool for tool in conversation.tools if tool.strict), None)
-        if strict is not None:
-            return self._free_calls(conversation, output, f"{strict.param}.strict", waiting)
-        if output.calls is None or not output.calls.held:
+        param = _holding(conversation, output)
+        if param is None:
             return None
         try:
-            return self._free_calls(conversation, output, "tools", waiting)
+            return self._free_calls(conversation, output, param, waiting)
         except (InvalidParameter, UnsupportedParameter):
+            if param != TOOLS:
+                raise
             # Nobody asked for it.
             return None
 
@@ -247,12 +246,22 @@ def compiles(request: GenerationRequest, output: OutputFormat) -> bool:
     if request.constraint is not None:
         return True
     match request.prompt:
-        case Conversation(tool_choice="auto", tools=tools):
-            held = output.calls is not None and output.calls.held
-            return any(held or tool.strict for tool in tools)
+        case Conversation(tool_choice="auto") as conversation:
+            return _holding(conversation, output) is not None
         case Conversation(tool_choice=choice):
             return choice != "none"
     return False
+
+
+def _holding(conversation: Conversation, output: OutputFormat) -> str | None:
+    """Return the field by which the calls of a free answer are held to schemas: that of a strict
+    tool, or `TOOLS` where the format's calls are held in any case; None if they are not held."""
+    if conversation.tool_choice != "auto" or not conversation.tools:
+        return None
+    strict = next((tool for tool in conversation.tools if tool.strict), None)
+    if strict is not None:
+        return f"{strict.param}.strict"
+    return TOOLS if output.calls is not None and output.calls.held else None
 
 
 def _writable(output: OutputFormat, param: str) -> ToolFormat:
