@@ -6,7 +6,7 @@ another. On the side with a disk these are written, as they are used a second ti
 restart they are read. On the side without, memory has them all along.
 
     python benchmarks/disk_prefix.py
-    python benchmarks/disk_prefix.py --parts beside --gigabytes 2 --rounds 1      (3 minutes)
+    python benchmarks/disk_prefix.py --parts beside --gigabytes 2 --rounds 1 --tokens 3000 --seconds 40
     python benchmarks/disk_prefix.py --shape 1b --memory 20 --parts restart       (on a GPU)
 
 With `--gigabytes` the model is one that keeps much of each token, `wide`, so that a CPU computes as
@@ -87,10 +87,11 @@ def ask(server: Server, prefix: str, number: int) -> Answer:
 
 @contextmanager
 def without_disk(chosen: argparse.Namespace, **settings: str) -> Iterator[Server]:
-    """A server. On a GPU, and where two run at once, each needs to be told what memory it has."""
+    """A server. On a GPU, and where two run at once, each needs to be told what memory it has.
+    Drafts would end some of the streams early."""
     if chosen.memory is not None:
         settings["memory_limit_gb"] = str(chosen.memory)
-    with our_server(chosen.folder, **settings) as server:
+    with our_server(chosen.folder, speculation="off", **settings) as server:
         yield server
 
 
@@ -151,7 +152,7 @@ def gaps(
         server.request(
             "/chat/completions",
             {"messages": chat(40, 1000 * number + i), "max_tokens": chosen.tokens, "stream": True}
-            | {"temperature": 0},
+            | {"temperature": 0, "ignore_eos": True},
         )
         for i in range(STREAMS)
     ]

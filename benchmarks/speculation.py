@@ -15,7 +15,9 @@ is a draft model whose guesses are right and take an Nth of the time: by constru
 `--shape 1b|8b|tiny`: instead, a model of that size and of random weights whose answers count on
 from the prompt's last token, whatever else they are given. Prompts have these numbers already, or
 have another in one place of twelve, or have none: all, most or none of what is tried is accepted,
-by construction. What a step takes is as of any model of that size.
+by construction. What a step takes is as of any model of that size. With `--vllm-python PATH` (an
+interpreter that has vLLM), vLLM has the same prompts in the same rounds, without drafts and with
+its n-gram drafts.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,11 +42,12 @@ sys.path.append(str(Path(__file__).resolve().parent / "gpu"))
 
 import mlx.core as mx
 from folders import written
+from race import Worker
 
 from checks import check_engine
 from engines import OurEngine, events_of, tell
 from harness import find_model, interleave, parser, print_report, ratio, refuse
-from mlx_manager.mlx_server.config import EngineLimits
+from mlx_manager.mlx_server.config import EngineLimits, PoolLimits
 from mlx_manager.mlx_server.core import (
     Conversation,
     Finished,
@@ -104,6 +108,10 @@ SCHEMA = {
 FORM = JsonSchema(json.dumps(SCHEMA))
 STORY = "Tell a story about a {noun} and the number {number}."
 PERSON = "Describe an imaginary person, number {number}, as JSON."
+
+
+Asked = dict[int, list[GenerationRequest]]
+"""The requests of each round."""
 
 
 def edits(rows: int, first: int, tokens: int, *, predicted: bool) -> list[GenerationRequest]:
@@ -196,9 +204,7 @@ def speed(engine: OurEngine, requests: Sequence[GenerationRequest]) -> tuple[Spe
     return speed, [text for text, _, _ in answers]
 
 
-def compared(
-    engine: OurEngine, name: str, rounds: int, requests: dict[int, list[GenerationRequest]]
-) -> list[str]:
+def compared(engine: OurEngine, name: str, rounds: int, requests: Asked) -> list[str]:
     """One line: the rates of both sides, their ratio, and what was tried."""
     texts: dict[tuple[str, int], list[str]] = {}
 
@@ -375,17 +381,60 @@ def check_counting(engine: OurEngine) -> None:
         refuse(f"it writes {text!r}, and not {words!r}")
 
 
+@contextmanager
+def vllms(model: Path, chosen: Namespace) -> Iterator[dict[str, Worker]]:
+    """vLLM without drafts and with its n-gram drafts, each in a process; nothing without its
+    interpreter."""
+    with ExitStack() as stack:
+        found: dict[str, Worker] = {}
+        if chosen.vllm_python is not None:
+            for which, draft in (("off", 0), ("drafts", chosen.draft)):
+                environment = {"RACE_VLLM_SHARE": "0.3", "RACE_DRAFT": str(draft)}
+                found[which] = Worker("vllm", model, chosen.vllm_python, environment)
+                stack.callback(found[which].close)
+                # One after the other: each takes for its own what others allot meanwhile.
+                found[which].wait()
+                tell(f"vLLM, {which}: loaded")
+        yield found
+
+
+def beside(workers: dict[str, Worker], name: str, rounds: int, asked: Asked) -> list[str]:
+    """One line: vLLM's rates without drafts and with them, and their ratio."""
+
+    def side(which: str, number: int) -> float:
+        prompts = [each.prompt.ids for each in asked[number] if isinstance(each.prompt, Tokens)]
+        tokens = asked[number][0].max_tokens
+        rate: float = workers[which].ask({"prompts": prompts, "tokens": tokens})["rate"]
+        return rate
+
+    rates = interleave({which: lambda n, w=which: side(w, n) for which in workers}, rounds)
+    middle = {which: statistics.median(each) for which, each in rates.items()}
+    line = [
+        name,
+        f"{middle['off']:,.0f}",
+        f"{middle['drafts']:,.0f}",
+        str(ratio(rates["drafts"], rates["off"])),
+    ]
+    tell(f"vLLM: {' | '.join(line)}")
+    return line
+
+
 def report_shape(chosen: Namespace) -> None:
     model = written(chosen.shape, chosen.folder / f"counting-{chosen.shape}", counts=True)
+    with vllms(model, chosen) as workers:
+        race_shape(model, workers, chosen)
+
+
+def race_shape(model: Path, workers: dict[str, Worker], chosen: Namespace) -> None:
     limits = EngineLimits(speculation="on" if chosen.always else "auto", longest_draft=chosen.draft)
-    engine = OurEngine(model, engine=limits)
+    engine = OurEngine(model, PoolLimits(memory_limit=int(46e9)), engine=limits)
     check_counting(engine)
     kinds: dict[str, dict[str, Any]] = {
         "all known": {"known": True},
         "one in 12 other": {"known": True, "wrong": 12},
         "none known": {"known": False},
     }
-    lines = []
+    lines, theirs = [], []
     for name, how in kinds.items():
         for rows in chosen.rows:
             asked = {
@@ -393,6 +442,8 @@ def report_shape(chosen: Namespace) -> None:
                 for n in range(-1, chosen.rounds)
             }
             lines.append(compared(engine, f"{name}, {rows} rows", chosen.rounds, asked))
+            if workers:
+                theirs.append(beside(workers, f"{name}, {rows} rows", chosen.rounds, asked))
     forward = engine.backend.stats().forward
     engine.close()
     print_report(
@@ -400,6 +451,9 @@ def report_shape(chosen: Namespace) -> None:
         COLUMNS,
         lines,
     )
+    if theirs:
+        columns = ("", "off, tokens/s", "n-gram drafts", "÷ off")
+        print_report(f"vLLM: {chosen.shape}, {chosen.draft} tokens", columns, theirs)
 
 
 COLUMNS = (
@@ -420,6 +474,7 @@ def main() -> None:
     arguments.add_argument("--own-draft", action="store_true", help="the model drafts for itself")
     arguments.add_argument("--shape", choices=("tiny", "1b", "8b"), help="a counting model")
     arguments.add_argument("--folder", type=Path, default=Path("/tmp/race"), help="of --shape")
+    arguments.add_argument("--vllm-python", help="an interpreter that has vLLM, beside --shape")
     chosen = arguments.parse_args()
     if chosen.shape:
         report_shape(chosen)

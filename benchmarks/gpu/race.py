@@ -73,8 +73,10 @@ class Worker:
     def measure(
         self, lengths: Sequence[int], tokens: int, seed: int, whole: bool = False
     ) -> dict[str, Any]:
+        return self.ask({"lengths": list(lengths), "tokens": tokens, "seed": seed, "whole": whole})
+
+    def ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        asked = {"lengths": list(lengths), "tokens": tokens, "seed": seed, "whole": whole}
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return self._answer()

@@ -87,6 +87,7 @@ VLLM: dict[str, str] = {
     # What it would compile or send by multicast here; its own all-reduce stays.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "PYTHONFAULTHANDLER": "1",
 }
 VLLM_ARGUMENTS = [
@@ -445,7 +446,8 @@ def race(name: str, folder: Path, options: argparse.Namespace) -> None:
                     trials.append(Trial("ours", devices, variant, environment))
                     measure(trials[-1], folder, options)
         # Should time run out, what is spread has been compared.
-        peers = sorted(options.devices, reverse=True) if "vllm" in options.sides else []
+        theirs = options.vllm_devices or options.devices
+        peers = sorted(theirs, reverse=True) if "vllm" in options.sides else []
         for devices in peers:
             trials.append(Trial("vllm", devices, "as it comes", {}))
             measure(trials[-1], folder, options)
@@ -500,6 +502,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/race"))
     parser.add_argument("--sides", nargs="*", default=["ours", "vllm"])
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM")
+    parser.add_argument("--vllm-devices", nargs="+", type=int, help="of its runs; else as ours")
     parser.add_argument("--seconds", type=float, default=290, help="of the whole run")
     parser.add_argument("--start-seconds", type=float, default=150, help="of a server's start")
     parser.add_argument("--hidden", type=int, default=4096, help="of the all-reduces alone")

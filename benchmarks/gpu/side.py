@@ -6,7 +6,8 @@ Once the model is loaded it answers with a line of JSON that tells how it is run
 for each load, `{"lengths": [tokens of each prompt], "tokens": n, "seed": s}`, and answers with a
 line: tokens per second while all rows decode, prompt tokens per second of a run of few tokens that
 nobody has seen before, and the memory that was in use at the worst moment beyond what was before
-(null where the side does not tell). With `"whole": true` ours answers with the tokens per second
+(null where the side does not tell). `"prompts"`: lists of tokens, instead of lengths and a seed.
+With `"whole": true` ours answers with the tokens per second
 from submission to the last token of rows that nobody has seen before.
 """
 
@@ -117,13 +118,22 @@ class MlxLm:
 
 class Vllm:
     """Its rate is that of what a long run takes more than a short one, the faster of two each:
-    prompts are cached then, but to look thousands of tokens up takes now 50 ms and now 100."""
+    prompts are cached then, but to look thousands of tokens up takes now 50 ms and now 100.
+
+    With RACE_DRAFT it tries so many tokens at a time that it has found in the text so far."""
 
     def __init__(self, folder: Path) -> None:
         from vllm import LLM
 
         share = float(os.environ.get("RACE_VLLM_SHARE", "0.4"))
         how: Any = {"gpu_memory_utilization": share, "max_model_len": 16384, "max_num_seqs": 128}
+        if draft := int(os.environ.get("RACE_DRAFT", "0")):
+            how["speculative_config"] = {
+                "method": "ngram",
+                "num_speculative_tokens": draft,
+                "prompt_lookup_max": 4,
+                "prompt_lookup_min": 2,
+            }
         if (folder / "vllm").exists():
             folder = folder / "vllm"
             how["skip_tokenizer_init"] = True
@@ -178,7 +188,10 @@ def main() -> None:
     print(json.dumps(side.told()), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        prompts = prompts_of(asked["lengths"], asked["seed"])
+        if "prompts" in asked:
+            prompts = [tuple(prompt) for prompt in asked["prompts"]]
+        else:
+            prompts = prompts_of(asked["lengths"], asked["seed"])
         measure = side.whole if isinstance(side, Ours) and asked.get("whole") else side.measure
         found = measure(prompts, asked["tokens"])
         print(json.dumps(found), file=answers, flush=True)
