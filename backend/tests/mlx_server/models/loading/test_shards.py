@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from tiny_models import FAMILIES, make_tiny_model
@@ -51,6 +52,28 @@ def test_every_matrix_is_shared_out_or_whole_on_both_ranks(tmp_path: Path, famil
         ):
             assert mx.array_equal(mx.concatenate(parts, axis=halves[0]), array)
     assert sum(map(bytes_of, ranks)) < 2 * bytes_of(whole)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({"tie_word_embeddings": False, "vocab_size": 258}, 129),
+        ({"tie_word_embeddings": False, "vocab_size": 257}, 257),
+        ({"tie_word_embeddings": True, "vocab_size": 258}, None),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_each_rank_has_its_rows_of_the_vocabulary_where_they_divide(
+    tmp_path: Path, settings: dict[str, int], rows: int | None, packed: bool
+) -> None:
+    folder = make_tiny_model(tmp_path / "m", "llama", **settings)
+    models = [load_model(folder, lazy=True)[0] for _ in range(2)]
+    for rank, model in enumerate(models):
+        if packed:
+            nn.quantize(model, group_size=32, bits=8)
+        shard("m", model, Seat(rank, 2))  # type: ignore[arg-type]
+    heads = [model.get("lm_head") for model in models]
+    assert [None if head is None else len(head.weight) for head in heads] == [rows, rows]
 
 
 @pytest.mark.parametrize(
