@@ -6,11 +6,11 @@ another. On the side with a disk these are written, as they are used a second ti
 restart they are read. On the side without, memory has them all along.
 
     python benchmarks/disk_prefix.py
-    python benchmarks/disk_prefix.py --parts beside --gigabytes 2 --rounds 1 --tokens 3000 --seconds 40
+    python benchmarks/disk_prefix.py --parts beside --gigabytes 2 --rounds 1     (10 minutes)
     python benchmarks/disk_prefix.py --shape 1b --memory 20 --parts restart       (on a GPU)
 
 With `--gigabytes` the model is one that keeps much of each token, `wide`, so that a CPU computes as
-much as that in half a minute. With `--shape` it is one of gpu/synthetic.py, whose answers are only
+much as that in a minute. With `--shape` it is one of gpu/synthetic.py, whose answers are only
 compared with one another: a GPU may round in another way where a prompt is cut in another place.
 """
 
@@ -260,8 +260,8 @@ def options() -> argparse.Namespace:
         chosen.prefix = chosen.prefix or 8 * BLOCK + 32
         each = chosen.prefix // BLOCK * BLOCK * WIDE
         chosen.prefixes = max(1, round(chosen.gigabytes * 1e9 / each))
-        chosen.seconds = chosen.seconds or 7.5 * chosen.gigabytes
-        chosen.tokens = chosen.tokens or 1500
+        chosen.seconds = chosen.seconds or 30 * chosen.gigabytes
+        chosen.tokens = chosen.tokens or 1800
     chosen.prefix, chosen.tokens = chosen.prefix or 8000, chosen.tokens or 900
     chosen.apart = 0.5 if chosen.seconds is None else chosen.seconds / chosen.prefixes
     return chosen
