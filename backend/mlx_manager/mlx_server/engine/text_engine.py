@@ -296,6 +296,10 @@ class TextEngine:
         self._outputs.go_on()
         if self._disk is not None and self._disk.busy:
             busy = bool(self._pipeline.in_flight)
+            if busy and self._pipeline.in_place and self._disk.fills:
+                # Pages are copied whole if they are written to while a step under way has them.
+                sent = [step.host_tokens.sent for step in self._pipeline.in_flight]
+                self._clock.wait(lambda: mx.eval(sent))
             filled, _ = self._clock.wait(partial(self._disk.arrive, busy))
             if filled:
                 self._clock.disturb()

@@ -222,6 +222,11 @@ class DiskTier:
         )
 
     @property
+    def fills(self) -> bool:
+        """Return whether something has come that is to be put into pages."""
+        return self._filling is not None or not self._disk.waiting
+
+    @property
     def has_copies(self) -> bool:
         """Return whether there is something to be copied, and the writer would take it."""
         if self._copy is not None:
@@ -387,9 +392,8 @@ class DiskTier:
         one of them; blocks come in the order in which prompts have asked for them, so that the
         others wait for as long again."""
         now = perf_counter()
-        nothing = self._disk.waiting and self._filling is None
         for load in list(self._loads.values()):
-            if filled or not nothing:
+            if filled or self.fills:
                 load.due = max(load.due, now + load.patience)
             if load.over or load.filled >= load.end or now > load.due:
                 self._conclude(load)
