@@ -20,7 +20,7 @@ from mlx_manager.mlx_server.text.tool_calls.schemas import unknown_formats
 from mlx_manager.mlx_server.utils.daemon_threads import Waiting
 
 _ANY_ARGUMENTS = {"type": "object"}
-TOOLS = "tools"
+_TOOLS = "tools"
 GUIDE_SECONDS = 10.0
 """For all grammars of a request: the tool that can't be held to is looked for one by one."""
 
@@ -124,7 +124,7 @@ class Guidance:
         try:
             return self._free_calls(conversation, output, param, waiting)
         except (InvalidParameter, UnsupportedParameter):
-            if param != TOOLS:
+            if param != _TOOLS:
                 raise
             # Nobody asked for it.
             return None
@@ -255,13 +255,13 @@ def compiles(request: GenerationRequest, output: OutputFormat) -> bool:
 
 def _holding(conversation: Conversation, output: OutputFormat) -> str | None:
     """Return the field by which the calls of a free answer are held to schemas: that of a strict
-    tool, or `TOOLS` where the format's calls are held in any case; None if they are not held."""
+    tool, or `_TOOLS` where the format's calls are held in any case; None if they are not held."""
     if conversation.tool_choice != "auto" or not conversation.tools:
         return None
     strict = next((tool for tool in conversation.tools if tool.strict), None)
     if strict is not None:
         return f"{strict.param}.strict"
-    return TOOLS if output.calls is not None and output.calls.held else None
+    return _TOOLS if output.calls is not None and output.calls.held else None
 
 
 def _writable(output: OutputFormat, param: str) -> ToolFormat:

@@ -391,9 +391,9 @@ class DiskTier:
         """Let prompts go on for which all has come that will come. filled: something has come for
         one of them; blocks come in the order in which prompts have asked for them, so that the
         others wait for as long again."""
-        now = perf_counter()
+        now, comes = perf_counter(), filled or self.fills
         for load in list(self._loads.values()):
-            if filled or self.fills:
+            if comes:
                 load.due = max(load.due, now + load.patience)
             if load.over or load.filled >= load.end or now > load.due:
                 self._conclude(load)

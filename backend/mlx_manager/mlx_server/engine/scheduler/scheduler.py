@@ -143,10 +143,11 @@ class Scheduler:
     def awaits_drafts(self, tried: bool) -> bool:
         """Return whether the next step depends on tokens that the host must have read: a running
         row may bring a draft to it, or has brought one to the last step (`tried`)."""
-        drafting, running = self._drafting, self.queues.running
-        prompts = any(not prompt.blocked for prompt in self.queues.prefilling)
-        likely = drafting is not None and drafting.is_likely(running, prompts=prompts)
-        self._late = tried or likely
+        if tried or self._drafting is None:
+            self._late = tried
+        else:
+            prompts = any(not prompt.blocked for prompt in self.queues.prefilling)
+            self._late = self._drafting.is_likely(self.queues.running, prompts=prompts)
         return self._late
 
     @property
