@@ -199,7 +199,7 @@ class Memory:
         "Try several tokens in one step that an answer repeats or has to have: where that is "
         "faster, wherever there are such tokens, or never",
     )
-    draft_tokens: int = setting(8, "Most tokens that are tried in one step", ge=1, le=64)
+    draft_tokens: int = setting(15, "Most tokens that are tried in one step", ge=1, le=64)
     draft_model: str | None = setting(
         None,
         "A smaller model that guesses tokens to be tried, for every model that has the same "

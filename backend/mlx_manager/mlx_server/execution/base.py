@@ -36,6 +36,10 @@ class PlainForward:
         pass
 
     @property
+    def repeats(self) -> bool:
+        return True
+
+    @property
     def unfinished(self) -> bool:
         return False
 

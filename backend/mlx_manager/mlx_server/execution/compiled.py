@@ -39,11 +39,13 @@ class Kinds:
         early: whether a kind is compiled when it comes for the second time: while a model is
             compared.
         compiles: False once a step could not be compiled.
+        repeated: whether the last step was repeated from a compiled one.
     """
 
     def __init__(self, compile: Compile) -> None:
         self.early = False
         self.compiles = True
+        self.repeated = False
         self._compile = compile
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._seen: Counter[Hashable] = Counter()
@@ -74,6 +76,7 @@ class Kinds:
         after a few steps of it.
         """
         run = self._compiled.pop(kind, None)
+        self.repeated = run is not None
         if run is not None:
             self._compiled[kind] = run
             return run(*arrays)

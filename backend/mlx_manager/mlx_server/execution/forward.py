@@ -49,7 +49,8 @@ class Decode:
 
     keys, tables: the rows' own, in order. lengths: of each row, its newest token included. tokens:
     uint32, the rows' newest; entries after those mean nothing. shifts: added to each row's place
-    for the position by which it is rotated; empty where nothing is added to any.
+    for the position by which it is rotated; empty where nothing is added to any. waited: whether
+    the device waits for the step.
     """
 
     keys: list[int]
@@ -57,6 +58,7 @@ class Decode:
     lengths: list[int]
     tokens: mx.array
     shifts: Sequence[int] = ()
+    waited: bool = False
 
     @property
     def spans(self) -> list[Span]:
@@ -190,6 +192,12 @@ class Forward(Protocol):
     def queue(self) -> None:
         """Queue the pass of the last `run` by itself, before anything that is made of its result,
         where other devices run the same pass."""
+        ...
+
+    @property
+    def repeats(self) -> bool:
+        """Return whether the last `run` took the host no longer than later ones of its kind: False
+        for one that is put together anew, as it is not compiled yet."""
         ...
 
     @property

@@ -14,7 +14,8 @@ class StepLoad:
     over chunks. seen: tokens that a chunk's token attends to, itself included, summed over all.
     drafting: those of the rows that bring drafts. drafts: tokens of all drafts, and those of
     the rows that are computed again. late: whether the
-    last step's tokens were read before this one was planned, for the sake of drafts.
+    last step's tokens were read before this one was planned, for the sake of drafts. fresh: whether
+    a step with drafts is of a kind that is not compiled yet, so that later ones take less.
     """
 
     rows: int = 0
@@ -24,6 +25,7 @@ class StepLoad:
     drafting: int = 0
     drafts: int = 0
     late: bool = False
+    fresh: bool = False
 
     def with_chunk(self, before: int, tokens: int) -> StepLoad:
         """Return this load with a chunk of `tokens` more tokens of a prompt, after its first

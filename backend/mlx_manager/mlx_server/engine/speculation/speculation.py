@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
@@ -17,7 +17,6 @@ from mlx_manager.mlx_server.engine.speculation.draft import Proposal
 from mlx_manager.mlx_server.engine.speculation.draft_model import DraftModel
 from mlx_manager.mlx_server.engine.speculation.proposers import SELDOM, Proposer
 from mlx_manager.mlx_server.execution.forward import Forward
-from mlx_manager.mlx_server.execution.running import padded_rows
 
 # Drafts must give at least so many times the tokens that the batch would draw in the seconds that
 # they take, since acceptance and prices are estimates.
@@ -49,9 +48,13 @@ LATE, LATE_LEARNT = 1 / 4, 0.1
 # Most of a plain step's seconds that rows lose on average by looking for drafts that can't be
 # foreseen and are not there.
 LOST = 1 / 50
-# First steps of each size with drafts that nothing is learnt from, since a device that queues ahead
-# has them compiled, and those after them whose least seconds are what learning begins with.
-COMPILED, FIRST = 3, 3
+# First steps with drafts whose least seconds are what learning begins with, where steps are queued
+# ahead.
+FIRST = 3
+# Steps that nothing is learnt from, since their kind is not compiled yet, and how many more each
+# step makes whose kind is. There are some ten kinds, with three such steps each; if new ones came
+# again and again, what they take would be a part of the price.
+FRESH, EARNED = 48, 1 / 16
 # A price, found by least squares of shares, is hardly moved by the few steps that take many times
 # as long, which are most of what is lost if they come again and again. So the sums of seconds are
 # compared with those of prices, each step weighing so many times the one after it, and as no more
@@ -117,8 +120,9 @@ class Speculation:
         self._rested, self._wait = 0, WAIT
         # Seconds of drafts, of each of them and of each token, by rows as a power of two.
         self._prices: dict[int, Cost] = {}
-        # Steps with drafts, by their size; and by rows, what the first ones took of their price.
-        self._seen: Counter[int] = Counter()
+        # Steps of new kinds that nothing is learnt from, and by rows, what the first ones of others
+        # took of their price.
+        self._fresh: float = FRESH
         self._first: defaultdict[int, list[float]] = defaultdict(list)
         # Seconds that steps took more for their drafts, and those that their prices said.
         self._sums: dict[int, tuple[float, float]] = {}
@@ -288,10 +292,11 @@ class Speculation:
         amounts, kind = _amounts(load.drafting, load.drafts), load.rows.bit_length()
         price = self._price(load.rows, plain)
         if self._ahead:
-            size = padded_rows(load.rows + load.drafts)
-            self._seen[size] += 1
-            if self._seen[size] <= COMPILED:
+            if load.fresh and self._fresh >= 1:
+                self._fresh -= 1
                 return
+            if not load.fresh:
+                self._fresh = min(self._fresh + EARNED, FRESH)
             first = self._first[kind]
             if len(first) < FIRST:
                 first.append(more / price.of(amounts))

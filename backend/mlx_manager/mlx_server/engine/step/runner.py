@@ -96,7 +96,10 @@ class ModelRunner:
             if joining or drafts:
                 verified = [draft.sequence for draft in drafts]
                 batch = Batch([*batch.rows, *verified, *joining], drafts)
-        return LaunchedStep(batch, logits, schedule.load, scores, states)
+        load = schedule.load
+        if drafts and not self._forward.repeats:
+            load = replace(load, fresh=True)
+        return LaunchedStep(batch, logits, load, scores, states)
 
     def _kept(self, draft: Draft) -> Draft:
         """Return the draft with what recurrent layers have kept of its row so far."""
@@ -145,7 +148,8 @@ class ModelRunner:
         else:
             tokens = _newest(batch.rows, last)
         lengths = [row.computed for row in batch.rows]
-        return Decode(batch.keys, batch.tables, lengths, tokens, batch.shifts)
+        waited = last is None
+        return Decode(batch.keys, batch.tables, lengths, tokens, batch.shifts, waited=waited)
 
 
 def _newest(rows: list[Sequence], last: SampledStep | None) -> mx.array:

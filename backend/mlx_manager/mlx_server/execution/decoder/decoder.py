@@ -95,6 +95,9 @@ STEPS_AHEAD = 1.5
 # dense, a layer at a time. That takes as long whatever the tokens, while MLX's products with packed
 # weights take 1 ms a layer of an 8B for 64 tokens (H200).
 FEWEST_UNPACKED = 65
+# Layers of a decode step that are queued at a time where the device waits for the step. All at once
+# would be recorded as one graph, which takes the host 2 ms for an 8B's draft.
+LAYERS_OF_A_PART = 4
 
 
 class FusedDecoder:
@@ -189,12 +192,20 @@ class FusedDecoder:
         """Return whether a step of rows with so many tokens is `far`."""
         return self.far_from is not None and max(lengths) > self.far_from
 
-    def run(self, step: Step) -> Stepped:
+    @property
+    def repeats(self) -> bool:
+        """Return whether the last step was of a kind that is compiled, and no longer than others of
+        this kind."""
+        return self._kinds.repeated
+
+    def run(self, step: Step, *, in_parts: bool = False) -> Stepped:
         """Return the logits (rows, vocabulary) of one step, and `before` of the next; not
         evaluated.
 
         A kind of step is its rows, the width of the table, and the length of the work lists. A kind
         that keeps coming is compiled, which halves the host's time.
+
+        in_parts: queue the layers already, some at a time, since the device has nothing to do.
         """
         kind = (
             step.table.shape,
@@ -205,8 +216,11 @@ class FusedDecoder:
         )
         run = partial(self._run, _cuts(step))
         soon = bool(step.written)
-        logits, before, *states = self._kinds.run(kind, run, *_arrays(step), soon=soon)
+        logits, before, states, parts = self._kinds.run(kind, run, *_arrays(step), soon=soon)
         self.hidden = states[0] if states else None
+        if in_parts:
+            for part in parts:
+                mx.async_eval(part)  # type: ignore[no-untyped-call]
         return logits, before
 
     def keep_hidden(self) -> None:
@@ -377,17 +391,20 @@ class FusedDecoder:
         slots: Sequence[mx.array],
         shifts: Sequence[mx.array],
         written: Sequence[mx.array],
-    ) -> tuple[mx.array, ...]:
+    ) -> tuple[mx.array, mx.array, list[mx.array], list[mx.array]]:
         step = _step(cuts, tokens, before, table, pools, items, slots, shifts, written)
         hidden, shared = self._opened(step)
         heads: mx.array | None = None
+        parts = []
         for number, layer in enumerate(self._layers):
             fresh = layer.part.block.heads(hidden) if heads is None else heads
             attended = layer.attend(fresh, shared, pools[layer.source], step)
             joined = layer.joint(hidden, attended, _own(shared.per_layer_inputs, number))
             hidden, heads = joined.result, joined.heads
-        states = (self._ending.norm(hidden),) if self._keeps_hidden else ()
-        return self._ending(hidden), shared.following, *states
+            if (number + 1) % LAYERS_OF_A_PART == 0:
+                parts.append(hidden)
+        states = [self._ending.norm(hidden)] if self._keeps_hidden else []
+        return self._ending(hidden), shared.following, states, parts
 
     def _opened(self, step: Step) -> tuple[mx.array, Shared]:
         hidden, shared = self._open(step.tokens, step.before, step.shifts)

@@ -213,7 +213,7 @@ class Follower:
     def _decode(self, rows: Rows) -> Decode:
         tokens = from_first(self._group, mx.zeros((len(rows.keys),), mx.uint32))
         tables = [self._tables[key] for key in rows.keys]
-        return Decode(rows.keys, tables, rows.lengths, tokens, rows.shifts)
+        return Decode(rows.keys, tables, rows.lengths, tokens, rows.shifts, rows.waited)
 
     def _chunk(self, piece: Piece) -> Chunk:
         span = span_of(piece, self._tables[piece.key])

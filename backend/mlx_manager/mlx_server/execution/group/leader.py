@@ -192,7 +192,7 @@ class GroupForward:
         tables: dict[int, More] = {}
         rows = None
         if decode is not None:
-            rows = Rows(decode.keys, decode.lengths, decode.shifts)
+            rows = Rows(decode.keys, decode.lengths, decode.shifts, decode.waited)
             for key, table in zip(decode.keys, decode.tables, strict=True):
                 self._tell_table(tables, key, table)
         for chunk in chunks:
@@ -212,6 +212,10 @@ class GroupForward:
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             mx.async_eval(waiting, self.inner.state())  # type: ignore[no-untyped-call]
+
+    @property
+    def repeats(self) -> bool:
+        return self.inner.repeats
 
     @property
     def unfinished(self) -> bool:

@@ -76,6 +76,7 @@ class Rows:
     keys: list[int]
     lengths: list[int]
     shifts: Sequence[int]
+    waited: bool
 
 
 @dataclass(frozen=True, slots=True)

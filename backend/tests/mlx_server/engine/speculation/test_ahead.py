@@ -25,8 +25,8 @@ from mlx_manager.mlx_server.engine.scheduler.load import StepLoad
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.speculation.proposers import Proposer
 from mlx_manager.mlx_server.engine.speculation.speculation import (
-    COMPILED,
     FORGOTTEN,
+    FRESH,
     LONGEST_FORGOTTEN,
     PLAIN,
     Speculation,
@@ -264,14 +264,24 @@ async def test_steps_that_are_queued_ahead_or_have_prompts_are_no_business_of_dr
     )
 
 
-async def test_first_steps_with_drafts_which_are_compiled_tell_nothing(llama: Path) -> None:
+async def test_steps_of_kinds_that_are_not_compiled_yet_tell_nothing(llama: Path) -> None:
     async with HandRig(llama) as rig:
         row, speculation = unread(rig, list(range(1, 90)), 30), of()
-        for _ in range(COMPILED):
-            speculation.observe(50.0, StepLoad(1, late=True).with_draft(8))
+        load = StepLoad(1, late=True).with_draft(8)
+        for _ in range(3):
+            speculation.observe(50.0, replace(load, fresh=True))
+            speculation.observe(2.0, load)
         assert likely(speculation, row)
         for _ in range(30):
-            speculation.observe(50.0, StepLoad(1, late=True).with_draft(8))
+            speculation.observe(50.0, load)
+        assert not likely(speculation, row)
+
+
+async def test_new_kinds_that_come_again_and_again_count(llama: Path) -> None:
+    async with HandRig(llama) as rig:
+        row, speculation = unread(rig, list(range(1, 90)), 30), of()
+        for _ in range(FRESH + 30):
+            speculation.observe(50.0, replace(StepLoad(1, late=True).with_draft(8), fresh=True))
         assert not likely(speculation, row)
 
 
@@ -315,7 +325,7 @@ async def test_prices_that_do_not_pay_are_tried_again_ever_more_rarely(llama: Pa
             step += 1
             if likely(speculation, row):
                 tries.append(step)
-                for _ in range(COMPILED + 20):
+                for _ in range(20):
                     speculation.observe(50.0, StepLoad(1, late=True).with_draft(8))
             else:
                 chosen(speculation, row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import ClassVar
@@ -43,14 +44,16 @@ class Device:
     def plain(rows: int) -> float:
         return 1.05 + 0.03 * rows
 
-    def milliseconds(self, load: StepLoad) -> float:
+    def run(self, load: StepLoad) -> tuple[float, StepLoad]:
+        """Return the milliseconds that a step takes, and its load as it was run."""
         taken = self.plain(load.rows) + (LATE if load.late else 0.0)
         if load.drafts:
             size = padded_rows(load.rows + load.drafts)
             self._came[size] += 1
             taken += 1.35 + 0.018 * load.drafts
             taken += {1: 6.0, 2: 6.0, 3: 40.0}.get(self._came[size], 0.0)
-        return taken
+            load = replace(load, fresh=self._came[size] <= 3)
+        return taken, load
 
 
 class Simulated:
@@ -97,7 +100,7 @@ class Simulated:
         found = {row.key: proposal for row, proposal in chosen}
         for proposal in found.values():
             load = load.with_draft(len(proposal.tokens))
-        taken = self._device.milliseconds(load)
+        taken, load = self._device.run(load)
         self._speculation.observe(taken, load)
         self.tried += load.drafts
         _read(rows)

@@ -16,6 +16,7 @@ from tiny_models import VOCAB_SIZE, add_mtp_head, make_tiny_model, replace_weigh
 from mlx_manager.mlx_server.core import Sampling
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
 from mlx_manager.mlx_server.engine.sequence import Sequence
+from mlx_manager.mlx_server.engine.speculation import speculation
 from mlx_manager.mlx_server.engine.speculation.head import READ_AT, DraftHead
 
 SEEDED = Sampling(temperature=1.0, seed=11)
@@ -175,7 +176,11 @@ async def test_texts_are_those_without_a_head(
         assert stats.prefix_hits > 0
 
 
-async def test_what_rows_draw_without_guesses_is_read_a_little_later(tmp_path: Path) -> None:
+async def test_what_rows_draw_without_guesses_is_read_a_little_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No guess now and then to learn what it brings.
+    monkeypatch.setattr(speculation, "WAIT", 1000)
     folder = random_head(tmp_path / "m")
     async with HandRig(folder, head=True, part=1e9) as rig:
         rows = [drafting(rig, prompt(9, i + 1), 50) for i in range(2)]

@@ -569,7 +569,10 @@ class Passing:
         return queries * length * rotation.sum(axis=1, keepdims=True) + k_pool.sum() * v_pool.sum()
 
 
-def test_compiled_steps_give_what_plain_ones_do():
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_compiled_steps_give_what_plain_ones_do(in_parts, monkeypatch):
+    monkeypatch.setattr(compiled_steps, "STEPS_BEFORE_COMPILING", 0)
+    monkeypatch.setattr(decoders, "LAYERS_OF_A_PART", 1)
     model = make("llama", {})
     compiled = FusedDecoder.build(model, PAGE, Passing)
     plain = FusedDecoder.build(model, PAGE, Passing, compile=plainly)
@@ -582,8 +585,25 @@ def test_compiled_steps_give_what_plain_ones_do():
             pools=[(mx.full((2, PAGE, 16), 0.01 * i), mx.ones((2, PAGE, 16)))] * 3,
             splits=compiled.plan(lengths),
         )
-        for mine, theirs in zip(compiled.run(step), plain.run(step), strict=True):
+        mine_of = compiled.run(step, in_parts=in_parts)
+        assert compiled.repeats == (i == 2 or i == 3)
+        for mine, theirs in zip(mine_of, plain.run(step), strict=True):
             np.testing.assert_allclose(np.array(mine), np.array(theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_that_is_waited_for_is_queued_while_it_is_put_together(monkeypatch):
+    monkeypatch.setattr(decoders, "LAYERS_OF_A_PART", 1)
+    model = make("llama", {})
+    decoder = built(model)
+    step = step_of(decoder, model, 40)
+    queued = []
+    monkeypatch.setattr(mx, "async_eval", queued.append)
+    decoder.run(step)
+    assert not queued
+    decoder.run(step, in_parts=True)
+    assert [part.shape for part in queued] == [(1, model.args.hidden_size)] * len(
+        model.model.layers
+    )
 
 
 def step_of(decoder: FusedDecoder, model: nn.Module, length: int) -> Step:
@@ -631,13 +651,16 @@ class Opaque(Passing):
 @pytest.mark.parametrize(
     "name", ["llama", "traditional", "biases", "windows", "yarn", "gemma2", "gemma3"]
 )
-def test_launches_take_every_kernel_that_a_compiled_step_takes(name, quantised, tmp_path):
+def test_launches_take_every_kernel_that_a_compiled_step_takes(
+    name, quantised, tmp_path, monkeypatch
+):
     def joined(outputs: list[mx.array]) -> set[str]:
         """What `mx.compile` has made kernels of."""
         graph = tmp_path / "graph.dot"
         mx.export_to_dot(str(graph), *outputs)
         return set(re.findall(r'label ="(Compiled\w*)', graph.read_text()))
 
+    monkeypatch.setattr(decoders, "LAYERS_OF_A_PART", 1)
     model = make(*MODELS[name])
     if quantised:
         nn.quantize(model, group_size=32, bits=4)
