@@ -12,10 +12,10 @@ class StepLoad:
 
     rows: running rows. tokens: prompt tokens, in chunks. context: tokens before a chunk, summed
     over chunks. seen: tokens that a chunk's token attends to, itself included, summed over all.
-    drafting: those of the rows that bring drafts. drafts: tokens of all drafts, and those of
-    the rows that are computed again. late: whether the
-    last step's tokens were read before this one was planned, for the sake of drafts. fresh: whether
-    a step with drafts is of a kind that is not compiled yet, so that later ones take less.
+    drafting: those of the rows that bring drafts. drafts: tokens of all drafts, and those of the
+    rows that are computed again. late: whether the last step's tokens were read before this one was
+    planned, for the sake of drafts. fresh: whether a step with drafts is of a kind that is not
+    compiled yet, so that later ones take less.
     """
 
     rows: int = 0

@@ -126,20 +126,23 @@ async def test_rows_with_drafts_beside_others_come_in_few_shapes(llama: Path) ->
 
 
 class Watched:
-    """A forward that notes of each step whether some row's newest token is on the device only, and
-    whether it has prompts and drafts."""
+    """A forward that notes of each step whether some row's newest token is on the device only,
+    whether the device is said to wait for its rows, and whether it has prompts and drafts."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
         self.rows: list[Row] = []
         self.ahead: list[bool] = []
+        self.waited: list[bool] = []
         self.kinds: list[tuple[bool, bool]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._forward, name)
 
     def run(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
-        self.ahead.append(any(row.sequence.pending for row in self.rows))
+        ahead = any(row.sequence.pending for row in self.rows)
+        self.ahead.append(ahead)
+        self.waited.append(not ahead if decode is None else decode.waited)
         drafts = [chunk.every for chunk in chunks]
         self.kinds.append((not all(drafts), any(drafts)))
         return self._forward.run(decode, chunks)
@@ -179,6 +182,7 @@ async def test_a_row_is_waited_for_only_where_a_draft_is_foreseen(llama: Path) -
         ahead = forward.ahead[steps:]
         assert len(ahead) < 0.5 * len(answer)
         assert ahead.count(False) > 3
+        assert forward.waited == [not each for each in forward.ahead]
         assert rig.engine.stats().accepted_tokens > 30
 
 
