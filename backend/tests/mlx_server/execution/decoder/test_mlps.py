@@ -83,11 +83,11 @@ def test_experts_beside_an_mlp_are_six_launches_that_give_what_the_module_does(p
     module.set_dtype(mx.float32)
     layers = DecoderSpec.of(model, 16).layers
     block = Block.of(layers[1], ProductKernels(F16, H200))
-    following = layers[2].attention_norms.before
+    following = layers[2].attention_norms.pre
     for rows in (1, 5, 70):
         launched.clear()
         hidden = (2 * mx.random.normal((rows, 128))).astype(F16)
-        ahead = Normed(layers[1].mlp_norms.before(hidden))
+        ahead = Normed(layers[1].mlp_norms.pre(hidden))
         _, result = block.mlp.launches(Sum(hidden, ahead), norm_of(following))
         wide = hidden.astype(mx.float32)
         wanted = of_module(module, wide) - wide
