@@ -52,8 +52,8 @@ LOST = 1 / 50
 # ahead.
 FIRST = 3
 # Steps that nothing is learnt from, since their kind is not compiled yet, and how many more each
-# step makes whose kind is. There are some thirty kinds, with three such steps each; if new ones came
-# again and again, what they take would be a part of the price.
+# step makes whose kind is. There are some thirty kinds, with three such steps each; if new ones
+# came again and again, what they take would be a part of the price.
 FRESH, EARNED = 96, 1 / 16
 # A price, found by least squares of shares, is hardly moved by the few steps that take many times
 # as long, which are most of what is lost if they come again and again. So the sums of seconds are
