@@ -24,6 +24,7 @@ class PlainForward:
     attends_whole: bool = False
     copies: int = 1
     worth: int = 0
+    repeats: bool = True
     token_bytes: int = 0
     row_bytes: int = 0
     stores: list[LayerStore]
@@ -34,10 +35,6 @@ class PlainForward:
 
     def queue(self) -> None:
         pass
-
-    @property
-    def repeats(self) -> bool:
-        return True
 
     @property
     def unfinished(self) -> bool:

@@ -148,8 +148,7 @@ class ModelRunner:
         else:
             tokens = _newest(batch.rows, last)
         lengths = [row.computed for row in batch.rows]
-        waited = last is None
-        return Decode(batch.keys, batch.tables, lengths, tokens, batch.shifts, waited=waited)
+        return Decode(batch.keys, batch.tables, lengths, tokens, batch.shifts, last is None)
 
 
 def _newest(rows: list[Sequence], last: SampledStep | None) -> mx.array:

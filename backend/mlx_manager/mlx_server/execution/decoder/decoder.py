@@ -194,8 +194,7 @@ class FusedDecoder:
 
     @property
     def repeats(self) -> bool:
-        """Return whether the last step was of a kind that is compiled, and no longer than others of
-        this kind."""
+        """Return whether the last step was repeated from a compiled one."""
         return self._kinds.repeated
 
     def run(self, step: Step, *, in_parts: bool = False) -> Stepped:

@@ -75,7 +75,6 @@ class FusedForward(OnPages):
         self._page_size = page_size
         self._pieces = Pieces()
         self._tokens = 0
-        self._repeats = True
         self._of_layers = stores
         self._states = {
             number: store for number, store in enumerate(stores) if isinstance(store, StateStore)
@@ -115,7 +114,7 @@ class FusedForward(OnPages):
             self._running.batch = None
             if not self._states and _are_drafts(decode, chunks):
                 return self._run_drafts(decode, chunks)
-            self._repeats = True
+            self.repeats = True
             slots = self._slots_of(_keys(decode, chunks))
             with together():
                 ragged = RaggedStep.of(decode, chunks, self._page_size, whole, order)
@@ -130,7 +129,7 @@ class FusedForward(OnPages):
         tokens = batch.padded(order.after(decode.tokens))
         step = self._step(tokens, batch)
         logits, batch.before = self._decoder.run(step, in_parts=decode.waited)
-        self._repeats = self._decoder.repeats
+        self.repeats = self._decoder.repeats
         return logits
 
     def _run_drafts(self, decode: Decode | None, chunks: Sequence[Chunk]) -> mx.array:
@@ -163,12 +162,8 @@ class FusedForward(OnPages):
         self._pieces = Pieces()
         step = self._step(self.order_of_launches.after(tokens), batch)
         logits, _ = self._decoder.run(step, in_parts=True)
-        self._repeats = self._decoder.repeats
+        self.repeats = self._decoder.repeats
         return logits
-
-    @property
-    def repeats(self) -> bool:
-        return self._repeats
 
     @property
     def unfinished(self) -> bool:

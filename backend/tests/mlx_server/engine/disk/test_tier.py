@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from tiny_models import make_tiny_model
 
 from mlx_manager.mlx_server.config import PrefixDisk
 from mlx_manager.mlx_server.core import Finished
-from mlx_manager.mlx_server.engine.disk.blocks import PrefixBlock
+from mlx_manager.mlx_server.engine.disk.blocks import PrefixBlock, name_of
 from mlx_manager.mlx_server.engine.disk.folder import LOCK, Folder
 from mlx_manager.mlx_server.engine.disk.names import DIGEST, FORMAT, PLAIN, BlockName
 from mlx_manager.mlx_server.engine.disk.room import BLOCKS, LEAST
@@ -51,13 +50,6 @@ def disk(tmp_path: Path) -> PrefixDisk:
 
 def files_of(disk: PrefixDisk) -> list[Path]:
     return sorted(disk.folder.rglob("*.safetensors"))
-
-
-def end_of(file: Path) -> int:
-    """Return the number of pages up to the end of a block."""
-    content = file.read_bytes()
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return int(header["__metadata__"]["pages"].split(":")[1])
 
 
 async def cached(row: Row) -> tuple[int, list[int]]:
@@ -182,7 +174,7 @@ async def test_the_first_tokens_are_computed_while_the_others_are_read(
 
         await rig.on_thread(learn)
         if harmed:
-            last = max(files_of(disk), key=end_of)
+            last = max(files_of(disk), key=lambda file: name_of(file).end)
             last.write_bytes(last.read_bytes()[:-1])
         row = rig.submit(tokens, 8)
         other = rig.submit(prompt(30, 3), 40)

@@ -20,6 +20,7 @@ from execution.on_kernels import on_kernels
 from thorough import slow
 from tiny_models import make_tiny_model
 
+from mlx_manager.mlx_server.config import EngineLimits
 from mlx_manager.mlx_server.devices import table as devices
 from mlx_manager.mlx_server.engine.scheduler.load import StepLoad
 from mlx_manager.mlx_server.engine.scheduler.step_size import StepSize
@@ -31,6 +32,7 @@ from mlx_manager.mlx_server.engine.speculation.speculation import (
     PLAIN,
     Speculation,
 )
+from mlx_manager.mlx_server.execution.attention.paged import FEW_QUERIES
 from mlx_manager.mlx_server.execution.decoder import forward as forwards
 from mlx_manager.mlx_server.execution.decoder.forward import ROWS
 from mlx_manager.mlx_server.execution.forward import Chunk, Decode, Forward
@@ -123,6 +125,11 @@ async def test_rows_with_drafts_beside_others_come_in_few_shapes(llama: Path) ->
         for row in rows:
             given = row.sequence.tokens[: row.sequence.prompt_length]
             assert row.tokens == alone(rig.model, given, row.sequence.limit)
+
+
+def test_the_longest_draft_by_default_fits_a_compiled_step() -> None:
+    # The row's newest token comes before it.
+    assert 1 + EngineLimits().longest_draft <= FEW_QUERIES
 
 
 class Watched:
